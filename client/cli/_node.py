@@ -1,0 +1,85 @@
+"""The node segment, as the verbs that show the daemon's state read it: by name, read-only, also after its daemon."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from railrelay.client import paths
+from railrelay.client.errors import ErrorCode, RelayError, error
+from railrelay.shm_layout import abi, segment
+from railrelay.shm_layout.segment import Segment, SegmentError, SegmentState
+
+Row = dict[str, Any]
+
+STABILITY: Final = (
+    "With --json the keys of a major version keep their names and meanings; new ones may be added. Sizes are in bytes,"
+    " *_ns is nanoseconds or, for points in time, Unix time."
+)
+_PREFIX: Final = "/railrelay."
+_SUFFIX: Final = ".node"
+_PHASES: Final = {
+    abi.CONSTANTS["PHASE_RUNNING"]: "running",
+    abi.CONSTANTS["PHASE_DRAINING"]: "draining",
+    abi.CONSTANTS["PHASE_CLOSED"]: "closed",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--instance", default="default", metavar="NAME", help="of the daemon (default: default)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.epilog = STABILITY
+
+
+def open_node(instance: str) -> Segment:
+    """RelayError NO_DAEMON says which instances there are."""
+    name = paths.node_segment(instance)
+    try:
+        return segment.open_segment(name)
+    except SegmentError as failure:
+        if failure.state is SegmentState.ABSENT:
+            found = instances()
+            known = f"this node has {', '.join(found)}; use --instance" if found else "this node has none"
+            raise RelayError(ErrorCode.NO_DAEMON, f"no such instance: {instance!r}; {known}") from None
+        code = ErrorCode.ABI if failure.state is SegmentState.INCOMPATIBLE else ErrorCode.INTERNAL
+        raise error(code, str(failure)) from None
+    except PermissionError:
+        raise error(
+            ErrorCode.DENIED, f"node segment {name} may not be read; run as the daemon's user or in its group"
+        ) from None
+
+
+def instances() -> list[str]:
+    """Names of the instances whose node segment exists."""
+    return [name[len(_PREFIX) : -len(_SUFFIX)] for name in segment.objects(_PREFIX) if name.endswith(_SUFFIX)]
+
+
+def daemon(node: Segment) -> Row:
+    header = node.header
+    alive = segment.owner_alive(node)
+    phase = _PHASES.get(header.get(0, "phase"), "unknown")
+    return {"pid": header.get(0, "owner_pid"), "alive": alive, "phase": phase, "rails": header.get(0, "rails")}
+
+
+def show(
+    args: argparse.Namespace,
+    key: str,
+    read: Callable[[Segment], Sequence[Row]],
+    lines: Callable[[Sequence[Row]], str],
+) -> int:
+    """Prints what ``read`` finds, as JSON or as ``lines``."""
+    with open_node(args.instance) as node:
+        about = daemon(node)
+        rows = read(node)
+    if args.json:
+        print(json.dumps({"instance": args.instance, "daemon": about, key: rows}, indent=2))
+        return 0
+    if not about["alive"]:
+        print(f"daemon pid {about['pid']} is gone; this is its last state", file=sys.stderr)
+    elif about["phase"] != "running":
+        print(f"daemon pid {about['pid']} is {about['phase']}", file=sys.stderr)
+    print(lines(rows) if rows else f"no {key}")
+    return 0

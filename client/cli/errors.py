@@ -1,0 +1,45 @@
+"""Shows the distinct errors of the daemon: each text once, with how often and when, the latest last."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from railrelay.client.cli import _node
+from railrelay.client.cli._node import Row
+from railrelay.client.cli._table import moment, table
+from railrelay.client.errors import ErrorCode
+from railrelay.shm_layout import abi
+from railrelay.shm_layout.segment import Segment
+
+configure = _node.configure
+
+
+def run(args: argparse.Namespace) -> int:
+    return _node.show(args, "errors", read, _lines)
+
+
+def read(node: Segment) -> list[Row]:
+    area = node.area(abi.CONSTANTS["AREA_ERRORS"], "error_record")
+    rows = [
+        {
+            "code": ErrorCode.of(area.get(row, "code")).value,
+            "count": area.get(row, "count"),
+            "first_ns": area.get(row, "first_ns"),
+            "last_ns": area.get(row, "last_ns"),
+            "text": area.text(row, "text"),
+        }
+        for row in range(area.count)
+        if area.get(row, "count")
+    ]
+    return sorted(rows, key=lambda row: row["last_ns"])
+
+
+def _lines(errors: Sequence[Row]) -> str:
+    return table(
+        ["COUNT", "FIRST", "LAST", "CODE", "TEXT"],
+        [
+            [error["count"], moment(error["first_ns"]), moment(error["last_ns"]), error["code"], error["text"]]
+            for error in errors
+        ],
+    )

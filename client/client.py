@@ -1,0 +1,332 @@
+"""A session of this process with the daemon of its node: the entry to everything else."""
+
+from __future__ import annotations
+
+import os
+import threading
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import numpy.typing as npt
+
+from railrelay.client import core, protocol
+from railrelay.client.connection import LOCAL_TIMEOUT_S, Connection, Event, close_all
+from railrelay.client.errors import ArgumentError, ConnectError, DaemonGone, ErrorCode, RelayError, Result
+from railrelay.client.layout import PageLayout
+from railrelay.client.paths import default_socket
+from railrelay.client.peers import Peer, RemoteTable
+from railrelay.client.receiver import Receiver
+from railrelay.client.regions import Buffer, Region, RemoteRegion, decode_offer, memory_of, shared_memory
+from railrelay.client.transfer import Completions, Transfer, core_errors
+from railrelay.shm_layout import abi
+
+_REPLY_MARGIN_S: Final = 1.0
+
+
+class Route(StrEnum):
+    """How bytes travel. RELAY is the design; the others are there to measure it against."""
+
+    RELAY = "relay"  # through the lane of the destination's rail
+    DIRECT = "direct"  # straight from the source by the own rail
+    SERIAL = "serial"  # through lanes, one after the other
+    SCHEDULED = "scheduled"  # own rail only, senders in rounds
+
+    @property
+    def number(self) -> int:
+        return {
+            Route.RELAY: core.ROUTE_RELAY,
+            Route.DIRECT: core.ROUTE_DIRECT,
+            Route.SERIAL: core.ROUTE_SERIAL,
+            Route.SCHEDULED: core.ROUTE_SCHEDULED,
+        }[self]
+
+
+class Client:
+    """Made by Client.connect(). Any number of threads may call; a forked child must connect a Client of its own.
+
+    ``session``: "host:port" of the own daemon, by which peers reach it. ``rank``: local GPU. ``rails``: how many the
+    node has. ``own_rail``: the one of this rank. ``receiver``: the decode side."""
+
+    @classmethod
+    def connect(
+        cls,
+        socket: str | os.PathLike[str] | None = None,
+        *,
+        instance: str = "default",
+        rank: int,
+        name: str = "",
+        route: Route | str = Route.RELAY,
+        feeder_cpu: int = -1,
+        timeout: float = 10.0,
+    ) -> Client:
+        """Attaches to the daemon at ``socket``, or to that of ``instance`` at its default place (paths.default_socket).
+
+        ``name`` is shown by the admin commands. ``feeder_cpu``: CPU to pin the feeder thread to, -1 for none.
+        Raises ConnectError: no daemon, no permission, another version, rank out of range or taken."""
+        path = default_socket(instance) if socket is None else Path(socket)
+        return cls(path, rank, name, Route(route), feeder_cpu, timeout)
+
+    def __init__(self, path: Path, rank: int, name: str, route: Route, feeder_cpu: int, timeout: float) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # never held while waiting: the control thread takes it
+        self._leasing = threading.Lock()
+        self._closing = threading.Lock()
+        self.closed = False
+        self._peers: dict[str, Peer] = {}
+        self._kicks: list[int] = []
+        self.rank = rank
+        self.draining = ""  # what a daemon that is going down said
+        self.connection = Connection(path, timeout)
+        self.receiver = Receiver(self.connection)
+        request = protocol.Attach(
+            self.connection.new_id(), protocol.PROTOCOL_VERSION, abi.CONSTANTS["ABI_VERSION"], rank, name
+        )
+        try:
+            facts: protocol.Attached = self.connection.ask_then(
+                request, protocol.Attached, lambda facts, fds: self._attached(facts, fds, route, feeder_cpu), timeout
+            )
+        except BaseException as failure:
+            self.connection.close()
+            if hasattr(self, "core"):
+                self.core.close()
+            close_all(self._kicks)
+            if isinstance(failure, DaemonGone):
+                raise ConnectError(self.connection.last_code, failure.text) from None
+            if isinstance(failure, OSError) and not isinstance(failure, RelayError):
+                text = f"the daemon's segments cannot be mapped: {failure.strerror or failure}"
+                raise ConnectError(ErrorCode.INTERNAL, text) from None
+            raise
+        self.session = facts.session
+        self.rails = len(self._kicks)
+        self.own_rail = facts.own_rail
+        self._bounce_bytes = facts.bounce_bytes
+
+    def alloc(self, nbytes: int, *, rail: int | None = None) -> Buffer:
+        """New memory that this process and the daemon share, zeroed and registered (see register() for ``rail``): the
+        way without a bounce copy on the decode side. Raises RegionError NO_MEMORY."""
+        self.connection.check()
+        fd, array = shared_memory(nbytes)
+        try:
+            region = self._register(int(array.ctypes.data), nbytes, array, self._rail(rail), receive=True, fd=fd)
+        finally:
+            os.close(fd)
+        return Buffer(array, region)
+
+    def register(self, buffer: Any, *, rail: int | None = None, receive: bool = True) -> Region:  # noqa: ANN401
+        """Makes memory of this process known as source and, with ``receive``, as destination.
+
+        ``buffer``: contiguous numpy array or other object with the buffer protocol (writable if ``receive``), or a
+        tuple (address, bytes), whose memory the caller keeps alive until unregister() has returned. ``rail``: the one
+        that serves it, by default the client's own. Register a whole pool once: each registration is a request to the
+        daemon. Memory of alloc() is registered already.
+
+        Raises RegionError (the text names the limit), ArgumentError (overlaps a registered region, not contiguous)."""
+        self.connection.check()
+        address, nbytes, keep = memory_of(buffer, writable=receive)
+        return self._register(address, nbytes, keep, self._rail(rail), receive=receive, fd=-1)
+
+    def peer(self, session: str, timeout: float = 5.0) -> Peer:
+        """The daemon with this session ("host:port" or "[v6]:port"), connected on first use and then kept. Raises
+        PeerError (unreachable within ``timeout`` seconds, refused), ArgumentError."""
+        self.connection.check()
+        try:
+            session = protocol.format_session(*protocol.parse_session(session))
+        except ValueError as failure:
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, str(failure)) from None
+        with self._lock:
+            known = self._peers.get(session)
+        if known is not None:
+            return known
+        request = protocol.ConnectPeer(self.connection.new_id(), session, timeout)
+        peer: Peer = self.connection.ask_then(
+            request, protocol.PeerConnected, lambda facts, _: self._connected(session, facts), timeout + _REPLY_MARGIN_S
+        )
+        return peer
+
+    def open(self, offer: bytes, timeout: float = 5.0) -> RemoteRegion:
+        """Connects to the peer that an offer comes from and opens it there; see Peer.open()."""
+        return self.peer(decode_offer(offer).session, timeout).open(offer)
+
+    def write(
+        self,
+        target: RemoteRegion | Peer | str,
+        sources: npt.ArrayLike,
+        destinations: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        *,
+        tag: int | bytes | str = 0,
+        timeout: float = 30.0,
+        notify: bytes | None = None,
+        ready: core.HostEvent | None = None,
+    ) -> Transfer:
+        """Peer.write() to the process that owns the region ``target``, or to a peer or session."""
+        peer, within = self._target(target)
+        return peer.write(
+            sources, destinations, lengths, tag=tag, timeout=timeout, notify=notify, ready=ready, within=within
+        )
+
+    def write_pages(
+        self,
+        target: RemoteRegion | Peer | str,
+        source: PageLayout,
+        source_pages: npt.ArrayLike,
+        destination: PageLayout,
+        destination_pages: npt.ArrayLike,
+        *,
+        tag: int | bytes | str = 0,
+        timeout: float = 30.0,
+        notify: bytes | None = None,
+        ready: core.HostEvent | None = None,
+    ) -> Transfer:
+        """Peer.write_pages() to the process that owns the region ``target``, or to a peer or session."""
+        peer, within = self._target(target)
+        return peer.write_pages(
+            source,
+            source_pages,
+            destination,
+            destination_pages,
+            tag=tag,
+            timeout=timeout,
+            notify=notify,
+            ready=ready,
+            within=within,
+        )
+
+    def counters(self) -> dict[str, int]:
+        """Counters of this client's data path since it connected; times end in _ns."""
+        self.connection.check_process()
+        return self.core.counters()
+
+    def close(self) -> None:
+        """Ends the session: running transfers end with CLIENT_GONE, regions are withdrawn. Idempotent."""
+        if os.getpid() != self._pid:
+            self.connection.close()  # a forked child has only copies of descriptors
+            return
+        with self._closing:
+            if self.closed:
+                return
+            self.closed = True
+            self.core.fail_all(Result.CLIENT_GONE)
+            self.connection.close()
+            self._wake_all()
+            self.core.close()
+            close_all(self._kicks)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client(rank {self.rank}, {self.session})"
+
+    # ---- for the rest of the package ----
+
+    def lease_lanes(self, peer: int) -> None:
+        """Those that the route to this peer's regions needs; each is leased once."""
+        if not self.core.lanes_needed(peer):
+            return
+        with self._leasing:
+            for rail in self.core.lanes_needed(peer):
+                request = protocol.LeaseLane(self.connection.new_id(), rail)
+                self.connection.ask_then(request, protocol.Leased, self._leased)
+
+    def _target(self, target: RemoteRegion | Peer | str) -> tuple[Peer, RemoteRegion | None]:
+        if isinstance(target, RemoteRegion):
+            return target.peer, target
+        return (self.peer(target) if isinstance(target, str) else target), None
+
+    def _rail(self, rail: int | None) -> int:
+        if rail is None:
+            return self.own_rail
+        if not 0 <= rail < self.rails:
+            raise ArgumentError(ErrorCode.BAD_RAIL, f"rail {rail}; this node has 0 to {self.rails - 1}")
+        return rail
+
+    def _register(self, address: int, nbytes: int, keep: object, rail: int, *, receive: bool, fd: int) -> Region:
+        shared = fd >= 0
+        request = protocol.Register(self.connection.new_id(), address, nbytes, shared, 0, rail, receive)
+
+        def registered(reply: protocol.Registered, fds: list[int]) -> Region:
+            try:
+                with core_errors():
+                    for bounce_rail, bounce in enumerate(fds):
+                        self.core.add_bounce(bounce_rail, bounce, self._bounce_bytes)
+                    self.core.add_region(reply.region, address, nbytes, shared, reply.rail)
+            except (RelayError, OSError):
+                self.connection.tell(protocol.Unregister(self.connection.new_id(), reply.region))
+                raise
+            finally:
+                close_all(fds)
+            return Region(self, reply.region, address, nbytes, reply.rail, reply.capability, keep)
+
+        region: Region = self.connection.ask_then(request, protocol.Registered, registered, LOCAL_TIMEOUT_S, fd)
+        return region
+
+    # ---- on the control thread ----
+
+    def _attached(self, facts: protocol.Attached, fds: list[int], route: Route, feeder_cpu: int) -> protocol.Attached:
+        segment, node, *self._kicks = fds
+        try:
+            with core_errors():
+                self.core = core.ClientCore(
+                    segment,
+                    facts.segment_bytes,
+                    node,
+                    facts.node_bytes,
+                    self._kicks,
+                    own_rail=facts.own_rail,
+                    route=route.number,
+                    direct_slice_bytes=facts.direct_slice_bytes,
+                    express_bytes=facts.express_bytes,
+                    feeder_cpu=feeder_cpu,
+                )
+        finally:
+            close_all([segment, node])
+        self.completions = Completions(self.core.completion_fd)
+        self.remotes = RemoteTable(self.core, self.connection)
+        self.connection.on_event = self._event
+        self.connection.on_gone = self._gone
+        return facts
+
+    def _connected(self, session: str, facts: protocol.PeerConnected) -> Peer:
+        with self._lock:
+            known = self._peers.get(session)
+            if known is not None and known.index == facts.peer:  # two threads connected at once
+                return known
+            with core_errors():
+                self.core.add_peer(facts.peer, facts.local_rails)
+            peer = self._peers[session] = Peer(self, session, facts.peer)
+        return peer
+
+    def _leased(self, leased: protocol.Leased, fds: list[int]) -> None:
+        try:
+            with core_errors():
+                self.core.add_lane(leased.rail, fds[0], leased.bytes, leased.generation)
+        finally:
+            close_all(fds)
+
+    def _event(self, event: Event) -> None:
+        match event:
+            case protocol.Notification():
+                self.receiver.notifications.put(event)
+            case protocol.RegionGone():
+                self.remotes.gone(event.remote)
+            case protocol.PeerDown():
+                with self._lock:
+                    lost = [peer for peer in self._peers.values() if peer.index == event.peer]
+                    self._peers = {session: peer for session, peer in self._peers.items() if peer not in lost}
+                for peer in lost:
+                    peer.lost(event.text)
+            case protocol.Draining():
+                self.draining = event.text
+
+    def _gone(self) -> None:
+        self.core.fail_all(Result.DAEMON_GONE)
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        self.completions.dispatch()
+        self.receiver.notifications.end()

@@ -1,0 +1,235 @@
+/* The client's data path in C: what submission.c (caller threads), feeder.c (A, the feeder thread) and unbouncer.c (the
+ * bounce thread) share. No function here holds the GIL.
+ *
+ * Locks are private to the process: `tables` guards regions, remotes and peers; `queue` guards the list of parts and
+ * the table of submissions; each lane and ring has its own. Order: queue, then lane or ring; tables alone. */
+#ifndef RAILRELAY_CLIENT_CORE_H
+#define RAILRELAY_CLIENT_CORE_H
+
+#include <pthread.h>
+#include <stdint.h>
+
+#include "abi.h"
+#include "atomics.h"
+#include "lane.h"
+#include "ring.h"
+#include "sleep.h"
+
+#define RC_ERROR_TEXT 256
+#define RC_PEERS_MAX 1024u
+#define RC_REGIONS_MAX 65536u
+#define RC_EXPRESS_SLOTS 2u /* slots of a lane that only small transfers may take */
+#define RC_ONE_PEER_SHARE 3u /* one destination holds at most a third of a lane's slots while others wait */
+
+enum rc_route { RC_ROUTE_RELAY = 0, RC_ROUTE_DIRECT, RC_ROUTE_SERIAL, RC_ROUTE_SCHEDULED, RC_ROUTE_RELAY_ALL };
+
+struct rc_error {
+    const char *code;
+    char text[RC_ERROR_TEXT];
+};
+
+struct rc_region {
+    uint64_t address, bytes;
+    uint32_t index, rail;
+    int shared;
+    uint32_t users; /* unfinished submissions that read it */
+};
+
+struct rc_remote {
+    uint64_t address, bytes;
+    uint32_t index, peer, rail, owner, window_bytes;
+    uint32_t users; /* unfinished submissions that write to it */
+};
+
+/* A contiguous source and destination: source is an address here, destination an offset in the remote region. */
+struct rc_block {
+    uint64_t source, destination, length;
+    uint32_t region, remote;
+};
+
+/* A row of a paged transfer: piece of page p at source + source_pages[p] * source_stride, and so on. */
+struct rc_row {
+    uint64_t source, destination;
+    uint32_t region, remote;
+};
+
+struct rc_pages {
+    struct rc_row *rows;
+    int64_t *source_pages, *destination_pages;
+    uint64_t source_stride, destination_stride, piece_bytes;
+    uint32_t row_count, page_count;
+};
+
+struct rc_submission;
+
+/* The blocks of one submission that go one way: to one destination rail and owner, through one lane or ring. */
+struct rc_part {
+    struct rc_part *next;
+    struct rc_submission *submission;
+    uint32_t local_rail, remote_rail, owner, window_bytes, direct;
+    uint64_t bytes_left;
+    const struct rc_block *blocks; /* list of blocks */
+    uint64_t block_count, block_at, block_offset;
+    const uint32_t *row_indices; /* or rows of pages */
+    uint32_t row_count, row_at, page_at;
+    int exhausted, stalled;
+    uint64_t stalled_since_ns;
+};
+
+/* What a submission waits for before its source is read: asked by the feeder, given back when the submission is freed. */
+struct rc_ready {
+    int (*query)(void *argument);
+    void (*release)(void *argument);
+    void *argument;
+};
+
+struct rc_event {
+    uint32_t references;
+    uint32_t set;
+};
+
+struct rc_core;
+
+struct rc_submission {
+    struct rc_core *core;
+    struct rc_submission *next; /* live list */
+    uint32_t references;
+    uint32_t index, generation, peer;
+    uint32_t source_done, done, settled, result; /* release-stored by whoever learns of it */
+    uint64_t bytes_done;
+    uint64_t tag, timeout_ns, deadline_ns, bytes;
+    uint32_t note, express, async_armed, cancelled, cancel_result, published, fed, any_direct, entry_released, in_feeder, ended_early;
+    uint32_t slices, parts_left;
+    struct rc_block *blocks;
+    struct rc_pages pages;
+    uint32_t *row_indices;
+    struct rc_part *parts;
+    uint32_t part_count;
+    uint32_t *used; /* indices of its regions, then of its remotes */
+    uint32_t used_regions, used_remotes;
+    struct rc_ready ready;
+};
+
+struct rc_lane {
+    pthread_mutex_t lock;
+    struct rr_lane_producer producer;
+    uint8_t *memory;
+    uint64_t memory_bytes;
+    uint32_t destination_of[RR_MAX_SLOTS];
+    uint64_t ramp_bytes;
+    uint32_t contended; /* parts for more than one destination wait (feeder only) */
+    uint32_t first_destination;
+};
+
+struct rc_ring {
+    pthread_mutex_t lock;
+    struct rr_ring_producer producer;
+    struct rr_block *tables;
+    uint64_t *table_position; /* ring position + 1 of the slice that uses the table */
+    uint32_t next_table;
+    uint64_t ramp_bytes;
+};
+
+struct rc_bounce {
+    struct rr_bounce *shared;
+    struct rr_bounce_frame *frames;
+    const struct rr_run *runs;
+    uint8_t *memory;
+    uint64_t memory_bytes, emptied;
+};
+
+struct rc_counters {
+    uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes, fast_submissions;
+};
+
+struct rc_core {
+    void *segment;
+    const void *node;
+    uint64_t segment_bytes, node_bytes;
+    const struct rr_segment_header *header;
+    struct rr_segment_header facts; /* private copy */
+    const struct rr_rail_state *rails;
+    struct rr_client_control *control;
+    struct rr_transfer *transfers;
+    struct rr_slice *slot_heads;
+    struct rr_block *slot_tables;
+    uint32_t rail_count, own_rail, route, rank;
+    uint64_t direct_slice_bytes, express_bytes;
+    int kick_fds[RR_MAX_RAILS];
+    int completion_fd, feeder_cpu, pid;
+    struct rc_lane lanes[RR_MAX_RAILS];
+    struct rc_ring rings[RR_MAX_RAILS];
+    struct rc_bounce bounces[RR_MAX_RAILS];
+
+    pthread_rwlock_t tables;
+    struct rc_region *regions;
+    uint32_t region_count, region_capacity, private_regions;
+    uint64_t *region_bases; /* by region index; valid while a submission uses the region */
+    struct rc_remote *remotes;
+    uint32_t remote_count, remote_capacity;
+    uint8_t *local_rails[RC_PEERS_MAX]; /* [peer][remote rail] */
+    uint32_t remote_rails[RC_PEERS_MAX];
+
+    pthread_mutex_t queue;
+    struct rc_part *first, *last;
+    struct rc_submission *live;
+    uint32_t *generations;
+    uint32_t *free_entries;
+    uint32_t free_count;
+    uint32_t dead; /* rr_result once fail_all was called */
+    uint32_t scheduled_round;
+    uint32_t queued_parts, async_armed;
+
+    pthread_t feeder, unbouncer;
+    int feeder_started, unbouncer_started;
+    uint32_t stop;
+    struct rc_counters counters;
+};
+
+/* ---- submission.c ---- */
+struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
+                        uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
+                        struct rc_error *error);
+void rc_close(struct rc_core *core);
+void rc_free(struct rc_core *core);
+int rc_add_lane(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes, uint64_t generation);
+int rc_add_bounce(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes);
+int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64_t bytes, int shared, uint32_t rail);
+int rc_remove_region(struct rc_core *core, uint32_t index); /* -EBUSY, -ENOENT */
+int rc_add_peer(struct rc_core *core, uint32_t peer, const uint8_t *local_rails, uint32_t count);
+int rc_add_remote(struct rc_core *core, struct rc_remote remote);
+int rc_remove_remote(struct rc_core *core, uint32_t index); /* -EBUSY, -ENOENT */
+uint32_t rc_lanes_needed(struct rc_core *core, uint32_t peer); /* bit a rail */
+struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const uint64_t *sources, const uint64_t *destinations,
+                                 const uint64_t *lengths, uint64_t count, uint64_t tag, uint64_t timeout_ns, int note,
+                                 struct rc_ready ready, struct rc_error *error);
+struct rc_submission *rc_reserve_pages(struct rc_core *core, uint32_t peer, const uint64_t *source_rows, uint64_t source_stride,
+                                       const int64_t *source_pages, const uint64_t *destination_rows, uint64_t destination_stride,
+                                       const int64_t *destination_pages, uint32_t row_count, uint32_t page_count, uint64_t piece_bytes,
+                                       uint64_t tag, uint64_t timeout_ns, int note, struct rc_ready ready, struct rc_error *error);
+void rc_publish(struct rc_submission *submission);
+void rc_cancel(struct rc_submission *submission, uint32_t result);
+/* what: 0 done, 1 source done, 2 settled. At most timeout_ns; 1 if it is. */
+int rc_wait(struct rc_submission *submission, int what, uint64_t timeout_ns);
+int rc_arm_async(struct rc_submission *submission);
+void rc_release(struct rc_submission *submission);
+void rc_fail_all(struct rc_core *core, uint32_t result);
+/* Takes over what the daemon has written about the submission. Holding queue. */
+void rc_harvest(struct rc_submission *submission);
+void rc_free_submission(struct rc_submission *submission);
+void rc_end_locally(struct rc_submission *submission, uint32_t result);
+
+struct rc_event *rc_event_new(void);
+struct rc_ready rc_event_ready(struct rc_event *event);
+void rc_event_release(void *event);
+
+/* ---- feeder.c ---- */
+void *rc_feeder_main(void *core);
+void rc_wake_feeder(struct rc_core *core);
+/* Fills and publishes one slice of the part if its lane or ring allows; 1 done, 0 no credit. */
+int rc_feed(struct rc_core *core, struct rc_part *part, int small, int wait_for_lock);
+
+/* ---- unbouncer.c ---- */
+void *rc_unbouncer_main(void *core);
+
+#endif

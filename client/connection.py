@@ -1,0 +1,276 @@
+"""The session with the local daemon: requests and replies over the Unix socket, events, and the daemon's death.
+
+Any thread may ask. One control thread receives, in the order in which the daemon sent; it never waits for a reply, so
+what it calls must not ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from railrelay.client import protocol
+from railrelay.client.errors import ConnectError, DaemonGone, ErrorCode, RelayError, error
+
+LOCAL_TIMEOUT_S: Final = 30.0  # for requests that the local daemon answers alone
+_FDS_MAX: Final = 64
+_EXIT_S: Final = 0.2  # between the hang-up of an exiting daemon and its pidfd
+_UCRED: Final = struct.Struct("iII")
+
+Reply = TypeVar("Reply", bound=protocol.Message)
+Event = protocol.Notification | protocol.PeerDown | protocol.RegionGone | protocol.Draining
+
+
+class _Question(NamedTuple):
+    future: Future[Any]
+    reply: type[protocol.Message]
+    then: Callable[[Any, list[int]], Any]
+
+
+class Connection:
+    """``on_event`` and ``on_gone`` are called on the control thread; ``on_gone`` once, when the daemon exits or ends
+    the session, and not after close(). They are set in the ``then`` of the first request."""
+
+    def __init__(self, path: Path, timeout: float) -> None:
+        """ConnectError."""
+        self.on_event: Callable[[Event], None] = lambda _: None
+        self.on_gone: Callable[[], None] = lambda: None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._last_id = 0
+        self._questions: dict[int, _Question] = {}
+        self._last_words = ""
+        self.last_code = ErrorCode.NO_DAEMON  # why the daemon ended the session, if it said so
+        self._gone: RelayError | None = None  # set before the questions are ended
+        self._closed = False
+        self._socket = _connected(path, timeout)
+        self.daemon_pid: int = _UCRED.unpack(
+            self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        )[0]
+        try:
+            # 0: a daemon of another pid namespace; the hang-up has to do
+            self._pidfd = os.pidfd_open(self.daemon_pid) if self.daemon_pid else -1
+        except OSError as failure:
+            self._socket.close()
+            raise ConnectError(
+                ErrorCode.NO_DAEMON, f"{path}: pidfd of daemon pid {self.daemon_pid}: {failure.strerror}"
+            ) from None
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._receive_loop, name="railrelay-control", daemon=True)
+        self._thread.start()
+
+    def check_process(self) -> None:
+        """A forked child has neither the threads nor the mappings: RelayError FORKED."""
+        if os.getpid() != self._pid:
+            raise RelayError(
+                ErrorCode.FORKED, f"this Client belongs to pid {self._pid}; pid {os.getpid()} is a forked child of it"
+            )
+
+    def check(self) -> None:
+        """Raises if requests make no sense any more: FORKED, CLOSED, or DaemonGone."""
+        self.check_process()
+        if self._gone is not None:
+            raise _again(self._gone)
+
+    def new_id(self) -> int:
+        with self._lock:
+            self._last_id += 1
+            return self._last_id
+
+    def ask(self, request: protocol.ClientRequest, reply: type[Reply], timeout: float = LOCAL_TIMEOUT_S) -> Reply:
+        """Sends ``request`` (its id from new_id()) and waits for its reply. Raises what Failed says, or WaitTimeout."""
+        answer: Reply = self.ask_then(request, reply, _reply_alone, timeout)
+        return answer
+
+    def ask_then(
+        self,
+        request: protocol.ClientRequest,
+        reply: type[Reply],
+        then: Callable[[Reply, list[int]], Any],
+        timeout: float = LOCAL_TIMEOUT_S,
+        fd: int = -1,
+    ) -> Any:  # noqa: ANN401
+        """The same; returns what ``then(reply, descriptors)`` returns. That runs on the control thread before any later
+        event is looked at, and owns the descriptors. ``fd`` >= 0 is sent along."""
+        future: Future[Any] = Future()
+        self.check()
+        with self._lock:
+            if self._gone is None:
+                self._questions[request.id] = _Question(future, reply, then)
+            else:
+                future.set_exception(_again(self._gone))
+        try:
+            if not future.done():
+                self._send(request, fd)
+            return future.result(timeout)
+        except TimeoutError:
+            if future.done():
+                return future.result()
+            raise error(
+                ErrorCode.WAIT_TIMEOUT,
+                f"daemon pid {self.daemon_pid} did not answer {type(request).__name__} in {timeout:g} s",
+            ) from None
+        finally:
+            with self._lock:
+                self._questions.pop(request.id, None)
+
+    def tell(self, request: protocol.ClientRequest) -> None:
+        """Sends without waiting; the reply is dropped. For the control thread."""
+        with contextlib.suppress(RelayError):
+            self._send(request, -1)
+
+    def close(self) -> None:
+        """Ends the session. Idempotent; not on the control thread. In a forked child only its own copies are closed."""
+        if os.getpid() == self._pid:
+            with self._lock:
+                if self._closed:
+                    return
+                self._closed = True
+                self._gone = self._gone or RelayError(ErrorCode.CLOSED, "this Client is closed")
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # a forked child may hold a copy: closing ours would not end it
+            self._end_questions()
+        elif self._closed:
+            return
+        self._closed = True
+        self._socket.close()
+        close_all([fd for fd in (self._stop, self._pidfd) if fd >= 0])
+
+    def _send(self, request: protocol.ClientRequest, fd: int) -> None:
+        packet = protocol.encode(request)
+        if len(packet) > protocol.CLIENT_MESSAGE_BYTES:
+            raise error(
+                ErrorCode.BAD_ARGUMENT,
+                f"{type(request).__name__} of {len(packet)} bytes; at most {protocol.CLIENT_MESSAGE_BYTES}",
+            )
+        try:
+            socket.send_fds(self._socket, [packet], [fd] if fd >= 0 else [])
+        except OSError as failure:
+            self.check()
+            reason = "does not read its socket" if isinstance(failure, TimeoutError) else failure.strerror
+            raise DaemonGone(ErrorCode.DAEMON_GONE, f"daemon pid {self.daemon_pid}: {reason}") from None
+
+    def _receive_loop(self) -> None:
+        poller = select.poll()
+        poller.register(self._stop, select.POLLIN)
+        poller.register(self._socket, select.POLLIN)
+        if self._pidfd >= 0:
+            poller.register(self._pidfd, select.POLLIN)
+        stopped = False
+        try:
+            while not stopped:
+                ready = {fd for fd, _ in poller.poll()}
+                stopped = self._stop in ready
+                # Replies that a dying daemon still sent come before the news of its death.
+                if not stopped and not (self._socket.fileno() in ready and self._receive()):
+                    break
+        except (OSError, msgspec.MsgspecError) as failure:
+            self._last_words = self._last_words or str(failure)
+        finally:
+            if not stopped:
+                self._end()
+
+    def _receive(self) -> bool:
+        """One packet; False at the end of the stream."""
+        packet, fds, cut = protocol.receive(self._socket, _FDS_MAX)
+        if not packet:
+            return False
+        if cut:
+            close_all(fds)
+            raise OSError(0, "a packet of the daemon was cut off; raise the limit of open files (RLIMIT_NOFILE)")
+        message = protocol.client_reply(packet)
+        if isinstance(message, Event):
+            self.on_event(message)
+        elif isinstance(message, protocol.Failed) and message.id == 0:
+            failure = error(message.code, message.text)
+            self._last_words, self.last_code = failure.text, failure.code
+        else:
+            self._answer(message, fds)
+        return True
+
+    def _answer(self, message: protocol.ClientReply, fds: list[int]) -> None:
+        assert not isinstance(message, Event)
+        with self._lock:
+            question = self._questions.pop(message.id, None)
+        if question is None:  # nobody waits any more
+            close_all(fds)
+        elif isinstance(message, question.reply):
+            try:
+                question.future.set_result(question.then(message, fds))
+            except (RelayError, OSError) as failure:
+                question.future.set_exception(failure)
+        else:
+            close_all(fds)
+            question.future.set_exception(
+                error(message.code, message.text)
+                if isinstance(message, protocol.Failed)
+                else error(ErrorCode.PROTOCOL, f"answered by {type(message).__name__}, not {question.reply.__name__}")
+            )
+
+    def _end(self) -> None:
+        # A hang-up is only a hint: whether the process is gone, its pidfd knows.
+        exited = self._pidfd < 0 or bool(select.select([self._pidfd], [], [], _EXIT_S)[0])
+        text = f"daemon pid {self.daemon_pid} {'exited' if exited else 'closed this session'}"
+        if self._last_words:
+            text += f": {self._last_words}"
+        with self._lock:
+            self._gone = self._gone or DaemonGone(ErrorCode.DAEMON_GONE, text)
+        self.on_gone()
+        self._end_questions()
+
+    def _end_questions(self) -> None:
+        with self._lock:
+            questions, self._questions = self._questions, {}
+        for question in questions.values():
+            assert self._gone is not None
+            question.future.set_exception(_again(self._gone))
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _reply_alone(reply: Reply, fds: list[int]) -> Reply:
+    close_all(fds)
+    return reply
+
+
+def _again(failure: RelayError) -> RelayError:
+    """A copy to raise: one exception object must not collect the tracebacks of several threads."""
+    return type(failure)(failure.code, failure.text)
+
+
+def _connected(path: Path, timeout: float) -> socket.socket:
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    unix.settimeout(timeout)
+    try:
+        unix.connect(str(path))
+    except OSError as failure:
+        unix.close()
+        raise _connect_error(path, timeout, failure) from None
+    unix.settimeout(LOCAL_TIMEOUT_S)
+    return unix
+
+
+def _connect_error(path: Path, timeout: float, failure: OSError) -> ConnectError:
+    if isinstance(failure, (FileNotFoundError, ConnectionRefusedError)):
+        return ConnectError(ErrorCode.NO_DAEMON, f"no daemon listens at {path}")
+    if isinstance(failure, PermissionError):
+        text = f"uid {os.geteuid()} may not connect to {path}; run as the daemon's user or join its group"
+        return ConnectError(ErrorCode.DENIED, text)
+    if isinstance(failure, TimeoutError):
+        return ConnectError(ErrorCode.NO_DAEMON, f"the daemon at {path} accepts no client within {timeout:g} s")
+    return ConnectError(ErrorCode.NO_DAEMON, f"{path}: {failure.strerror or failure}")

@@ -1,0 +1,78 @@
+"""The client's data path: submission, feeder thread, bounce thread, waiting. C without the GIL; any number of threads may call.
+
+Addresses are the client's own virtual addresses (sources) and the peer's, as it registered them (destinations).
+"""
+
+from typing import Final
+import numpy as np
+import numpy.typing as npt
+
+ROUTE_RELAY: Final[int]
+ROUTE_DIRECT: Final[int]
+ROUTE_SERIAL: Final[int]
+ROUTE_SCHEDULED: Final[int]
+ROUTE_RELAY_ALL: Final[int]  # as relay, but own-rail blocks too go through a lane
+
+class SubmitError(Exception):
+    """Bad arguments of a submission: ``.code`` (a name of errors.ErrorCode) and a text that names block, value and limit."""
+    code: str
+
+class HostEvent:
+    """Something a transfer waits for before its first byte is read; set() may be called from any thread."""
+    def __init__(self) -> None: ...
+    def set(self) -> None: ...
+    def is_set(self) -> bool: ...
+
+class Submission:
+    """One transfer in the client. Result fields are valid once done."""
+    index: int
+    generation: int
+    done: bool
+    source_done: bool
+    settled: bool
+    result: int          # rr_result
+    bytes: int
+    nbytes: int          # asked for
+    def publish(self) -> None:
+        """Begins the transfer (reserve() alone does not)."""
+    def wait(self, timeout_ns: int) -> bool:
+        """Sleeps until done; 0 = look only, -1 = no limit. True if done. Releases the GIL; interrupted by signals."""
+    def wait_source(self, timeout_ns: int) -> bool: ...
+    def wait_settled(self, timeout_ns: int) -> bool: ...
+    def cancel(self) -> None: ...
+    def arm_async(self) -> bool:
+        """The completion eventfd will be written when done. False if it is done already."""
+
+class ClientCore:
+    def __init__(self, segment_fd: int, segment_bytes: int, node_fd: int, node_bytes: int,
+                 kick_fds: list[int], *, own_rail: int, route: int, direct_slice_bytes: int, express_bytes: int,
+                 feeder_cpu: int) -> None:
+        """Maps both segments (fds may be closed afterwards), starts the feeder thread. OSError, or SubmitError("abi")."""
+    rails: int
+    completion_fd: int  # eventfd, written when a submission armed by arm_async() is done
+    def add_lane(self, rail: int, fd: int, nbytes: int, generation: int) -> None: ...
+    def has_lane(self, rail: int) -> bool: ...
+    def add_bounce(self, rail: int, fd: int, nbytes: int) -> None:
+        """First call starts the bounce thread."""
+    def add_region(self, region: int, address: int, nbytes: int, shared: bool, rail: int) -> None: ...
+    def remove_region(self, region: int) -> None:
+        """SubmitError("busy") while a transfer reads it."""
+    def add_peer(self, peer: int, local_rails: list[int]) -> None: ...
+    def add_remote(self, remote: int, peer: int, address: int, nbytes: int, rail: int, owner: int, window_bytes: int) -> None: ...
+    def remove_remote(self, remote: int) -> None:
+        """SubmitError("busy") while a transfer writes to it."""
+    def lanes_needed(self, peer: int) -> list[int]:
+        """Rails whose lane the route needs for this peer's remote regions and that has not been leased yet."""
+    def reserve(self, peer: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], *,
+                tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:
+        """Checks everything (regions, bounds, zero lengths, overlapping destinations) and prepares; publish() begins."""
+    def reserve_pages(self, peer: int, source_rows: npt.NDArray[np.uint64], source_stride: int, source_pages: npt.NDArray[np.int64],
+                      destination_rows: npt.NDArray[np.uint64], destination_stride: int, destination_pages: npt.NDArray[np.int64],
+                      piece_bytes: int, *, tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:
+        """Row r of page p is piece_bytes at rows[r] + pages[p] * stride, on both sides; len(rows) and len(pages) agree."""
+    def fail_all(self, result: int) -> None:
+        """The daemon is gone: every unfinished transfer ends with ``result``; waiters wake."""
+    def counters(self) -> dict[str, int]:
+        """feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes, fast_submissions"""
+    def close(self) -> None:
+        """Stops the threads, unmaps. Idempotent."""

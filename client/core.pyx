@@ -1,0 +1,399 @@
+"""Python's handle of the client's data path (client_core.h)."""
+
+import os
+import threading
+import weakref
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+cdef extern from "client_core.h" nogil:
+    enum:
+        RC_ROUTE_RELAY
+        RC_ROUTE_DIRECT
+        RC_ROUTE_SERIAL
+        RC_ROUTE_SCHEDULED
+        RC_ROUTE_RELAY_ALL
+        RR_MAX_RAILS
+        RR_CANCELLED
+    struct rc_error:
+        const char *code
+        char *text
+    struct rc_event:
+        uint32_t references
+        uint32_t set
+    struct rc_ready:
+        int (*query)(void *)
+        void (*release)(void *)
+        void *argument
+    struct rc_remote:
+        uint64_t address, bytes
+        uint32_t index, peer, rail, owner, window_bytes, users
+    struct rc_counters:
+        uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes
+        uint64_t fast_submissions
+    struct rc_lane:
+        uint8_t *memory
+    struct rc_core:
+        uint32_t rail_count
+        int completion_fd, pid
+        rc_lane *lanes
+        rc_counters counters
+    struct rc_submission:
+        uint32_t index, generation, result
+        uint64_t bytes_done, bytes
+    rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
+                     uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
+                     rc_error *error)
+    void rc_close(rc_core *)
+    void rc_free(rc_core *)
+    int rc_add_lane(rc_core *, uint32_t rail, int fd, uint64_t bytes, uint64_t generation)
+    int rc_add_bounce(rc_core *, uint32_t rail, int fd, uint64_t bytes)
+    int rc_add_region(rc_core *, uint32_t index, uint64_t address, uint64_t bytes, int shared, uint32_t rail)
+    int rc_remove_region(rc_core *, uint32_t index)
+    int rc_add_peer(rc_core *, uint32_t peer, const uint8_t *local_rails, uint32_t count)
+    int rc_add_remote(rc_core *, rc_remote remote)
+    int rc_remove_remote(rc_core *, uint32_t index)
+    uint32_t rc_lanes_needed(rc_core *, uint32_t peer)
+    rc_submission *rc_reserve(rc_core *, uint32_t peer, const uint64_t *sources, const uint64_t *destinations, const uint64_t *lengths,
+                              uint64_t count, uint64_t tag, uint64_t timeout_ns, int note, rc_ready ready, rc_error *error)
+    rc_submission *rc_reserve_pages(rc_core *, uint32_t peer, const uint64_t *source_rows, uint64_t source_stride,
+                                    const int64_t *source_pages, const uint64_t *destination_rows, uint64_t destination_stride,
+                                    const int64_t *destination_pages, uint32_t row_count, uint32_t page_count, uint64_t piece_bytes,
+                                    uint64_t tag, uint64_t timeout_ns, int note, rc_ready ready, rc_error *error)
+    void rc_publish(rc_submission *)
+    void rc_cancel(rc_submission *, uint32_t result)
+    int rc_wait(rc_submission *, int what, uint64_t timeout_ns)
+    int rc_arm_async(rc_submission *)
+    void rc_release(rc_submission *)
+    void rc_fail_all(rc_core *, uint32_t result)
+    void rc_wake_feeder(rc_core *)
+    rc_event *rc_event_new()
+    rc_ready rc_event_ready(rc_event *)
+    void rc_event_release(void *)
+
+cdef extern from "atomics.h" nogil:
+    void rr_store_release_u32(uint32_t *, uint32_t)
+    uint32_t rr_load_acquire_u32(const uint32_t *)
+
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+
+ROUTE_RELAY = RC_ROUTE_RELAY
+ROUTE_DIRECT = RC_ROUTE_DIRECT
+ROUTE_SERIAL = RC_ROUTE_SERIAL
+ROUTE_SCHEDULED = RC_ROUTE_SCHEDULED
+ROUTE_RELAY_ALL = RC_ROUTE_RELAY_ALL
+
+cdef uint64_t SIGNAL_CHECK_NS = 100_000_000
+_cores = weakref.WeakSet()
+_cores_lock = threading.Lock()
+
+
+class SubmitError(Exception):
+    """Bad arguments of a submission: ``code`` names the kind, the text names the block, the value and the limit."""
+
+    def __init__(self, code, text):
+        super().__init__(text)
+        self.code = code
+
+
+cdef check(int status, what):
+    if status < 0:
+        raise OSError(-status, f"{what}: {os.strerror(-status)}")
+
+
+cdef class HostEvent:
+    cdef rc_event *event
+    cdef object __weakref__
+
+    def __cinit__(self):
+        self.event = rc_event_new()
+        if self.event is NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        if self.event is not NULL:
+            rc_event_release(self.event)
+
+    def set(self):
+        rr_store_release_u32(&self.event.set, 1)
+        with _cores_lock:
+            cores = list(_cores)
+        for core in cores:
+            (<ClientCore> core).wake()
+
+    def is_set(self):
+        return rr_load_acquire_u32(&self.event.set) != 0
+
+
+cdef class Submission:
+    cdef rc_submission *at
+    cdef ClientCore core
+
+    def __init__(self):
+        raise TypeError("a Submission comes from ClientCore.reserve")
+
+    def __dealloc__(self):
+        if self.at is not NULL and self.core.core is not NULL:
+            with nogil:
+                rc_release(self.at)
+
+    cdef bint look(self, int what) except -1:
+        self.core.here()
+        cdef int there
+        with nogil:
+            there = rc_wait(self.at, what, 0)
+        return there
+
+    @property
+    def index(self):
+        return self.at.index
+
+    @property
+    def generation(self):
+        return self.at.generation
+
+    @property
+    def nbytes(self):
+        return self.at.bytes
+
+    @property
+    def done(self):
+        return bool(self.look(0))
+
+    @property
+    def source_done(self):
+        return bool(self.look(1))
+
+    @property
+    def settled(self):
+        return bool(self.look(2))
+
+    @property
+    def result(self):
+        return self.at.result
+
+    @property
+    def bytes(self):
+        return self.at.bytes_done
+
+    def publish(self):
+        self.core.here()
+        with nogil:
+            rc_publish(self.at)
+
+    cdef wait_for(self, int what, timeout_ns):
+        self.core.here()
+        cdef int64_t left = timeout_ns
+        cdef uint64_t slice_ns
+        cdef int there
+        while True:
+            slice_ns = SIGNAL_CHECK_NS if left < 0 or <uint64_t> left > SIGNAL_CHECK_NS else <uint64_t> left
+            with nogil:
+                there = rc_wait(self.at, what, slice_ns)
+            if there:
+                return True
+            PyErr_CheckSignals()
+            if left >= 0:
+                left -= <int64_t> slice_ns
+                if left <= 0:
+                    return False
+
+    def wait(self, timeout_ns):
+        return self.wait_for(0, timeout_ns)
+
+    def wait_source(self, timeout_ns):
+        return self.wait_for(1, timeout_ns)
+
+    def wait_settled(self, timeout_ns):
+        return self.wait_for(2, timeout_ns)
+
+    def cancel(self):
+        self.core.here()
+        with nogil:
+            rc_cancel(self.at, RR_CANCELLED)
+
+    def arm_async(self):
+        self.core.here()
+        return bool(rc_arm_async(self.at))
+
+
+cdef class ClientCore:
+    cdef rc_core *core
+    cdef bint closed
+    cdef object __weakref__
+
+    def __init__(self, int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, kick_fds, *, uint32_t own_rail,
+                 uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu):
+        cdef int[RR_MAX_RAILS] kicks
+        cdef rc_error error
+        if self.core is not NULL:
+            raise RuntimeError("a ClientCore is initialised once")
+        if len(kick_fds) > RR_MAX_RAILS:
+            raise SubmitError("abi", f"{len(kick_fds)} rails, at most {RR_MAX_RAILS}")
+        for i, fd in enumerate(kick_fds):
+            kicks[i] = fd
+        self.core = rc_open(segment_fd, segment_bytes, node_fd, node_bytes, kicks, len(kick_fds), own_rail, route, direct_slice_bytes,
+                            express_bytes, feeder_cpu, &error)
+        if self.core is NULL:
+            raise SubmitError(error.code.decode(), (<bytes> error.text).decode(errors="replace"))
+        with _cores_lock:
+            _cores.add(self)
+
+    def __dealloc__(self):
+        if self.core is not NULL:
+            with nogil:
+                rc_free(self.core)
+
+    cdef int here(self) except -1:
+        if self.closed:
+            raise SubmitError("closed", "this client is closed")
+        if self.core.pid != getpid():
+            raise SubmitError("forked", f"this client belongs to process {self.core.pid}; a forked child connects its own")
+        return 0
+
+    cdef wake(self):
+        if not self.closed:
+            rc_wake_feeder(self.core)
+
+    @property
+    def rails(self):
+        return self.core.rail_count
+
+    @property
+    def completion_fd(self):
+        return self.core.completion_fd
+
+    def add_lane(self, uint32_t rail, int fd, uint64_t nbytes, uint64_t generation):
+        self.here()
+        cdef int status
+        with nogil:
+            status = rc_add_lane(self.core, rail, fd, nbytes, generation)
+        check(status, f"lane of rail {rail}")
+
+    def has_lane(self, uint32_t rail):
+        return rail < self.core.rail_count and self.core.lanes[rail].memory is not NULL
+
+    def add_bounce(self, uint32_t rail, int fd, uint64_t nbytes):
+        self.here()
+        check(rc_add_bounce(self.core, rail, fd, nbytes), f"bounce memory of rail {rail}")
+
+    def add_region(self, uint32_t region, uint64_t address, uint64_t nbytes, bint shared, uint32_t rail):
+        self.here()
+        check(rc_add_region(self.core, region, address, nbytes, shared, rail), f"region at {address:#x}")
+
+    def remove_region(self, uint32_t region):
+        self.here()
+        cdef int status
+        with nogil:
+            status = rc_remove_region(self.core, region)
+        if status == -16:
+            raise SubmitError("busy", f"region {region} is read by a transfer that has not ended; wait for it or cancel it")
+        check(status, f"region {region}")
+
+    def add_peer(self, uint32_t peer, local_rails):
+        self.here()
+        cdef bytes rails = bytes(local_rails)
+        check(rc_add_peer(self.core, peer, rails, len(rails)), f"peer {peer}")
+
+    def add_remote(self, uint32_t remote, uint32_t peer, uint64_t address, uint64_t nbytes, uint32_t rail, uint32_t owner,
+                   uint32_t window_bytes):
+        self.here()
+        cdef rc_remote at
+        at.address, at.bytes, at.index, at.peer, at.rail, at.owner, at.window_bytes, at.users = (
+            address, nbytes, remote, peer, rail, owner, window_bytes, 0)
+        check(rc_add_remote(self.core, at), f"remote region {remote}")
+
+    def remove_remote(self, uint32_t remote):
+        self.here()
+        cdef int status
+        with nogil:
+            status = rc_remove_remote(self.core, remote)
+        if status == -16:
+            raise SubmitError("busy", f"remote region {remote} is written by a transfer that has not ended; wait for it or cancel it")
+        check(status, f"remote region {remote}")
+
+    def lanes_needed(self, uint32_t peer):
+        self.here()
+        cdef uint32_t needed = rc_lanes_needed(self.core, peer)
+        return [rail for rail in range(self.core.rail_count) if needed >> rail & 1]
+
+    cdef Submission wrap(self, rc_submission *at, rc_error *error):
+        if at is NULL:
+            raise SubmitError(error.code.decode(), (<bytes> error.text).decode(errors="replace"))
+        cdef Submission submission = Submission.__new__(Submission)
+        submission.at = at
+        submission.core = self
+        return submission
+
+    def reserve(self, uint32_t peer, const uint64_t[::1] sources, const uint64_t[::1] destinations, const uint64_t[::1] lengths, *,
+                uint64_t tag, uint64_t timeout_ns, bint note, HostEvent ready):
+        self.here()
+        cdef rc_error error
+        cdef rc_submission *at
+        cdef rc_ready when
+        cdef uint64_t count = sources.shape[0]
+        if destinations.shape[0] != sources.shape[0] or lengths.shape[0] != sources.shape[0]:
+            raise SubmitError("bad_length", f"{sources.shape[0]} sources, {destinations.shape[0]} destinations, {lengths.shape[0]} lengths")
+        if count == 0:
+            raise SubmitError("bad_length", "a transfer needs at least one block")
+        when.query = NULL
+        when.release = NULL
+        when.argument = NULL
+        if ready is not None:
+            when = rc_event_ready(ready.event)
+        with nogil:
+            at = rc_reserve(self.core, peer, &sources[0], &destinations[0], &lengths[0], count, tag, timeout_ns, note, when, &error)
+        return self.wrap(at, &error)
+
+    def reserve_pages(self, uint32_t peer, const uint64_t[::1] source_rows, uint64_t source_stride, const int64_t[::1] source_pages,
+                      const uint64_t[::1] destination_rows, uint64_t destination_stride, const int64_t[::1] destination_pages,
+                      uint64_t piece_bytes, *, uint64_t tag, uint64_t timeout_ns, bint note, HostEvent ready):
+        self.here()
+        cdef rc_error error
+        cdef rc_submission *at
+        cdef rc_ready when
+        cdef uint32_t rows = source_rows.shape[0]
+        cdef uint32_t pages = source_pages.shape[0]
+        if destination_rows.shape[0] != source_rows.shape[0]:
+            raise SubmitError("bad_length", f"{source_rows.shape[0]} source rows, {destination_rows.shape[0]} destination rows")
+        if destination_pages.shape[0] != source_pages.shape[0]:
+            raise SubmitError("bad_length", f"{source_pages.shape[0]} source pages, {destination_pages.shape[0]} destination pages")
+        if rows == 0 or pages == 0:
+            raise SubmitError("bad_length", f"a paged transfer needs rows and pages: {rows} rows, {pages} pages")
+        when.query = NULL
+        when.release = NULL
+        when.argument = NULL
+        if ready is not None:
+            when = rc_event_ready(ready.event)
+        with nogil:
+            at = rc_reserve_pages(self.core, peer, &source_rows[0], source_stride, &source_pages[0], &destination_rows[0],
+                                  destination_stride, &destination_pages[0], rows, pages, piece_bytes, tag, timeout_ns, note, when, &error)
+        return self.wrap(at, &error)
+
+    def fail_all(self, uint32_t result):
+        if not self.closed:
+            with nogil:
+                rc_fail_all(self.core, result)
+
+    def counters(self):
+        c = self.core.counters
+        return {
+            "feeder_sleeps": c.feeder_sleeps,
+            "feeder_wakes": c.feeder_wakes,
+            "slots": c.slots,
+            "copied_bytes": c.copied_bytes,
+            "stalls": c.stalls,
+            "stall_ns": c.stall_ns,
+            "direct_slices": c.direct_slices,
+            "bounced_bytes": c.bounced_bytes,
+            "fast_submissions": c.fast_submissions,
+        }
+
+    def close(self):
+        if self.closed:
+            return
+        self.closed = True
+        with nogil:
+            rc_close(self.core)

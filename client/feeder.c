@@ -1,0 +1,494 @@
+/* A, the feeder: one thread a client. Visits the parts of all published submissions, one slice each a round, and never
+ * waits for one lane while another has credit. Small submissions may be fed by their caller's thread (rc_publish). */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+
+#include "client_core.h"
+
+#define RAMP_START_BYTES (1ull << 20)
+#define HEARTBEAT_NS 1000000000ull
+
+void rc_wake_feeder(struct rc_core *core) { rr_count_wake(&core->control->feeder_wake, &core->control->feeder_sleeping); }
+
+static void wake_rail(struct rc_core *core, uint32_t rail)
+{
+    if (rr_wake_needed(&core->rails[rail].sleeping)) rr_kick(core->kick_fds[rail]);
+}
+
+static uint32_t destination_id(const struct rc_part *part) { return part->submission->peer * RR_MAX_SLOTS + part->owner + 1; }
+
+/* ---- walking the blocks of a part ---- */
+
+struct piece {
+    uint64_t source, destination, length;
+    uint32_t region, remote;
+};
+
+static int peek_piece(const struct rc_part *part, struct piece *out)
+{
+    if (part->blocks) {
+        if (part->block_at == part->block_count) return 0;
+        const struct rc_block *block = &part->blocks[part->block_at];
+        *out = (struct piece){block->source + part->block_offset, block->destination + part->block_offset, block->length - part->block_offset,
+                              block->region, block->remote};
+        return 1;
+    }
+    if (part->row_at == part->row_count) return 0;
+    const struct rc_pages *pages = &part->submission->pages;
+    const struct rc_row *row = &pages->rows[part->row_indices[part->row_at]];
+    *out = (struct piece){row->source + (uint64_t)pages->source_pages[part->page_at] * pages->source_stride + part->block_offset,
+                          row->destination + (uint64_t)pages->destination_pages[part->page_at] * pages->destination_stride + part->block_offset,
+                          pages->piece_bytes - part->block_offset, row->region, row->remote};
+    return 1;
+}
+
+static void take_piece(struct rc_part *part, uint64_t taken, uint64_t length)
+{
+    part->bytes_left -= taken;
+    if (taken < length) {
+        part->block_offset += taken;
+        return;
+    }
+    part->block_offset = 0;
+    if (part->blocks) {
+        part->block_at++;
+    } else if (++part->page_at == part->submission->pages.page_count) {
+        part->page_at = 0;
+        part->row_at++;
+    }
+}
+
+/* ---- slices ---- */
+
+static void describe(struct rr_slice *slice, struct rc_part *part, uint32_t block_count, uint64_t bytes)
+{
+    struct rc_submission *s = part->submission;
+    memset(slice, 0, sizeof *slice);
+    s->slices++;
+    slice->transfer = s->index;
+    slice->generation = s->generation;
+    slice->peer = s->peer;
+    slice->remote_rail = (uint16_t)part->remote_rail;
+    slice->block_count = block_count;
+    slice->bytes = (uint32_t)bytes;
+    if (s->express) slice->flags |= RR_SLICE_EXPRESS;
+    if (part->bytes_left == 0) {
+        part->exhausted = 1;
+        if (--s->parts_left == 0) {
+            slice->flags |= RR_SLICE_FINAL;
+            slice->total_slices = s->slices + s->note;
+        }
+    }
+}
+
+static void stall(struct rc_core *core, struct rc_part *part, struct rr_lane *lane)
+{
+    if (part->stalled) return;
+    part->stalled = 1;
+    part->stalled_since_ns = rr_now_ns();
+    core->counters.stalls++;
+    if (lane) rr_counter_add(&lane->stalls, 1);
+}
+
+static void unstall(struct rc_core *core, struct rc_part *part, struct rr_lane *lane)
+{
+    if (!part->stalled) return;
+    part->stalled = 0;
+    uint64_t waited = rr_now_ns() - part->stalled_since_ns;
+    core->counters.stall_ns += waited;
+    if (lane) rr_counter_add(&lane->stall_ns, waited);
+}
+
+/* Copies blocks into the slot and writes its table; returns how many entries. */
+static uint32_t fill_slot(struct rc_core *core, struct rc_part *part, uint8_t *slot, struct rr_block *table, uint64_t limit, uint64_t *filled)
+{
+    uint64_t at = 0, bytes = 0;
+    uint32_t count = 0;
+    struct piece piece;
+    while (at < limit && peek_piece(part, &piece)) {
+        uint64_t take = piece.length < limit - at ? piece.length : limit - at;
+        struct rr_block *last = count ? &table[count - 1] : NULL;
+        int joins = last && last->remote_region == piece.remote && last->destination + last->length == piece.destination &&
+                    last->source + last->length == at;
+        if (!joins && count == core->facts.table_entries) break;
+        memcpy(slot + at, (const void *)(uintptr_t)piece.source, take);
+        if (joins)
+            last->length += (uint32_t)take;
+        else
+            table[count++] = (struct rr_block){at, piece.destination, (uint32_t)take, 0, piece.remote, 0};
+        bytes += take;
+        at = (at + take + RR_PACK_BYTES - 1) & ~(uint64_t)(RR_PACK_BYTES - 1);
+        take_piece(part, take, piece.length);
+    }
+    *filled = bytes;
+    return count;
+}
+
+static int lane_allows(struct rc_core *core, struct rc_lane *lane, struct rc_part *part, int small)
+{
+    uint32_t credit = rr_lane_credit(&lane->producer), slots = lane->producer.slots;
+    if (credit == 0) return 0;
+    if (!small && slots > 3 * RC_EXPRESS_SLOTS && credit <= RC_EXPRESS_SLOTS) return 0;
+    if (small || !lane->contended) return 1;
+    uint32_t held = 0, destination = destination_id(part);
+    for (uint32_t i = 0; i < slots; i++) held += !lane->producer.is_free[i] && lane->destination_of[i] == destination;
+    (void)core;
+    return held < (slots + RC_ONE_PEER_SHARE - 1) / RC_ONE_PEER_SHARE;
+}
+
+static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int wait_for_lock)
+{
+    struct rc_lane *lane = &core->lanes[part->local_rail];
+    if (wait_for_lock)
+        pthread_mutex_lock(&lane->lock);
+    else if (pthread_mutex_trylock(&lane->lock))
+        return 0;
+    if (!lane->memory || !lane_allows(core, lane, part, small)) {
+        if (lane->memory) stall(core, part, lane->producer.lane);
+        pthread_mutex_unlock(&lane->lock);
+        return 0;
+    }
+    unstall(core, part, lane->producer.lane);
+    int idle = lane->producer.free_count == lane->producer.slots;
+    lane->ramp_bytes = idle ? RAMP_START_BYTES : 2 * lane->ramp_bytes;
+    if (lane->ramp_bytes > core->facts.slot_bytes) lane->ramp_bytes = core->facts.slot_bytes;
+    uint64_t limit = lane->ramp_bytes;
+    uint32_t slot = rr_lane_reserve(&lane->producer);
+    lane->destination_of[slot] = destination_id(part);
+    pthread_mutex_unlock(&lane->lock);
+
+    if (part->window_bytes && limit > part->window_bytes) limit = part->window_bytes;
+    size_t at = (size_t)part->local_rail * core->facts.slots + slot;
+    uint64_t bytes;
+    uint32_t count = fill_slot(core, part, lane->memory + (size_t)slot * core->facts.slot_bytes,
+                               core->slot_tables + at * core->facts.table_entries, limit, &bytes);
+    describe(&core->slot_heads[at], part, count, bytes);
+    core->counters.slots++;
+    core->counters.copied_bytes += bytes;
+
+    pthread_mutex_lock(&lane->lock);
+    rr_lane_announce(&lane->producer, slot);
+    rr_lane_ring_doorbell(&lane->producer);
+    pthread_mutex_unlock(&lane->lock);
+    wake_rail(core, part->local_rail);
+    return 1;
+}
+
+static int ring_ready(struct rc_core *core, struct rc_ring *ring, int needs_table)
+{
+    if (rr_ring_free(&ring->producer, 1) == 0) return 0;
+    if (!needs_table) return 1;
+    uint64_t position = ring->table_position[ring->next_table];
+    if (position && ring->producer.consumed_seen < position) {
+        rr_ring_free(&ring->producer, core->facts.ring_slices + 1ull);
+        if (ring->producer.consumed_seen < position) return 0;
+    }
+    return 1;
+}
+
+static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lock)
+{
+    struct rc_ring *ring = &core->rings[part->local_rail];
+    if (wait_for_lock)
+        pthread_mutex_lock(&ring->lock);
+    else if (pthread_mutex_trylock(&ring->lock))
+        return 0;
+    if (!ring_ready(core, ring, 1)) {
+        stall(core, part, NULL);
+        pthread_mutex_unlock(&ring->lock);
+        return 0;
+    }
+    unstall(core, part, NULL);
+    int idle = ring->producer.produced == ring->producer.consumed_seen;
+    ring->ramp_bytes = idle ? RAMP_START_BYTES : 2 * ring->ramp_bytes;
+    if (ring->ramp_bytes > core->direct_slice_bytes) ring->ramp_bytes = core->direct_slice_bytes;
+    uint64_t limit = ring->ramp_bytes, bytes = 0;
+    if (part->window_bytes && limit > part->window_bytes) limit = part->window_bytes;
+    struct rr_block *table = ring->tables + (size_t)ring->next_table * core->facts.table_entries;
+    uint32_t count = 0;
+    struct piece piece;
+    while (bytes < limit && peek_piece(part, &piece)) {
+        uint64_t take = piece.length < limit - bytes ? piece.length : limit - bytes;
+        uint64_t source = piece.source - core->region_bases[piece.region];
+        struct rr_block *last = count ? &table[count - 1] : NULL;
+        if (last && last->remote_region == piece.remote && last->source_region == piece.region &&
+            last->destination + last->length == piece.destination && last->source + last->length == source) {
+            last->length += (uint32_t)take;
+        } else {
+            if (count == core->facts.table_entries) break;
+            table[count++] = (struct rr_block){source, piece.destination, (uint32_t)take, piece.region, piece.remote, 0};
+        }
+        bytes += take;
+        take_piece(part, take, piece.length);
+    }
+    struct rr_slice slice;
+    describe(&slice, part, count, bytes);
+    if (count == 1) {
+        slice.flags |= RR_SLICE_INLINE;
+        slice.inline_source = table[0].source;
+        slice.inline_destination = table[0].destination;
+        slice.inline_length = table[0].length;
+        slice.inline_source_region = table[0].source_region;
+        slice.inline_remote_region = table[0].remote_region;
+    } else {
+        slice.table = ring->next_table;
+        ring->table_position[ring->next_table] = ring->producer.produced + 1;
+        ring->next_table = (ring->next_table + 1) % core->facts.ring_tables;
+    }
+    core->counters.direct_slices++;
+    rr_ring_push(&ring->producer, &slice, 1);
+    pthread_mutex_unlock(&ring->lock);
+    wake_rail(core, part->local_rail);
+    return 1;
+}
+
+int rc_feed(struct rc_core *core, struct rc_part *part, int small, int wait_for_lock)
+{
+    return part->direct ? feed_ring(core, part, wait_for_lock) : feed_lane(core, part, small, wait_for_lock);
+}
+
+/* Tells the daemon that no more slices come: a void, final one. 0 if the ring is full. */
+static int publish_end(struct rc_core *core, struct rc_submission *s)
+{
+    struct rc_ring *ring = &core->rings[core->own_rail];
+    struct rr_slice slice = {.transfer = s->index,
+                             .generation = s->generation,
+                             .peer = s->peer,
+                             .flags = RR_SLICE_FINAL | RR_SLICE_VOID,
+                             .total_slices = s->slices + 1 + s->note};
+    pthread_mutex_lock(&ring->lock);
+    uint32_t pushed = rr_ring_push(&ring->producer, &slice, 1);
+    pthread_mutex_unlock(&ring->lock);
+    if (!pushed) return 0;
+    s->slices++;
+    wake_rail(core, core->own_rail);
+    return 1;
+}
+
+/* ---- the round ---- */
+
+struct feeder {
+    struct rc_core *core;
+    struct rc_part *first, *last; /* private; parts arrive through core->first */
+    struct rc_submission *exclusive; /* serial and scheduled routes: the one that is being sent */
+    uint64_t next_look_ns;
+};
+
+static void take_inbox(struct feeder *f)
+{
+    struct rc_core *core = f->core;
+    pthread_mutex_lock(&core->queue);
+    if (core->first) {
+        if (f->last)
+            f->last->next = core->first;
+        else
+            f->first = core->first;
+        f->last = core->last;
+        core->first = core->last = NULL;
+    }
+    if (core->async_armed) {
+        uint32_t armed = 0;
+        for (struct rc_submission *s = core->live, *next; s; s = next) {
+            next = s->next;
+            if (!s->async_armed) continue;
+            int ended = s->done || rr_load_acquire_u32(&core->transfers[s->index].done) == s->generation;
+            if (ended) {
+                s->async_armed = 0;
+                rr_kick(core->completion_fd);
+            } else {
+                armed++;
+            }
+        }
+        core->async_armed = armed;
+    }
+    pthread_mutex_unlock(&core->queue);
+}
+
+/* The feeder lets go of one part; of its submission with the last. */
+static void drop_part(struct feeder *f, struct rc_part *part)
+{
+    struct rc_core *core = f->core;
+    struct rc_submission *s = part->submission;
+    pthread_mutex_lock(&core->queue);
+    core->queued_parts--;
+    part->exhausted = 1;
+    uint32_t waiting = 0;
+    for (uint32_t i = 0; i < s->part_count; i++) waiting += !s->parts[i].exhausted;
+    if (!waiting) {
+        s->fed = 1;
+        s->in_feeder = 0;
+        if (!s->any_direct && !s->ended_early) {
+            rr_store_release_u32(&s->source_done, 1);
+            rr_futex_wake(&core->transfers[s->index].done, INT_MAX);
+        }
+        rc_harvest(s);
+    }
+    pthread_mutex_unlock(&core->queue);
+}
+
+static void look_again_at(struct feeder *f, uint64_t when_ns)
+{
+    if (when_ns < f->next_look_ns) f->next_look_ns = when_ns;
+}
+
+/* 1: this part is over (cancelled, timed out, stopped by the daemon, or the daemon is gone). */
+static int ended_early(struct feeder *f, struct rc_part *part)
+{
+    struct rc_core *core = f->core;
+    struct rc_submission *s = part->submission;
+    if (rr_load_acquire_u32(&core->dead)) {
+        s->ended_early = 1;
+        return 1;
+    }
+    if (s->ended_early) return 1;
+    if (!s->cancelled && s->deadline_ns) {
+        if (rr_now_ns() >= s->deadline_ns)
+            rc_cancel(s, RR_TIMED_OUT);
+        else
+            look_again_at(f, s->deadline_ns);
+    }
+    int stopped = rr_load_acquire_u32(&core->transfers[s->index].stop) == s->generation;
+    if (!s->cancelled && !stopped) return 0;
+    if (s->slices == 0 && !stopped) {
+        s->ended_early = 1;
+        pthread_mutex_lock(&core->queue);
+        rc_end_locally(s, s->cancel_result);
+        pthread_mutex_unlock(&core->queue);
+        return 1;
+    }
+    s->ended_early = publish_end(core, s) != 0;
+    return (int)s->ended_early;
+}
+
+static int is_exclusive(const struct rc_core *core) { return core->route == RC_ROUTE_SERIAL || core->route == RC_ROUTE_SCHEDULED; }
+
+/* Serial: in order of submission. Scheduled: the destination rail that this rank's turn is at, shifting each round. */
+static void choose_exclusive(struct feeder *f)
+{
+    struct rc_core *core = f->core;
+    if (f->exclusive) {
+        pthread_mutex_lock(&core->queue);
+        struct rc_submission *s = f->exclusive;
+        rc_harvest(s);
+        int done = s->done != 0;
+        if (done && --s->references == 0) rc_free_submission(s);
+        pthread_mutex_unlock(&core->queue);
+        if (!done) return;
+        f->exclusive = NULL;
+    }
+    struct rc_part *best = f->first;
+    if (core->route == RC_ROUTE_SCHEDULED && best) {
+        uint32_t turn = core->own_rail + core->scheduled_round++, nearest = UINT32_MAX;
+        for (struct rc_part *part = f->first; part; part = part->next) {
+            uint32_t distance = (part->remote_rail + RR_MAX_RAILS * 64 - turn % RR_MAX_RAILS) % RR_MAX_RAILS;
+            if (distance < nearest) {
+                nearest = distance;
+                best = part;
+            }
+        }
+    }
+    if (!best) return;
+    f->exclusive = best->submission;
+    pthread_mutex_lock(&core->queue);
+    best->submission->references++;
+    pthread_mutex_unlock(&core->queue);
+}
+
+static void see_contention(struct feeder *f)
+{
+    struct rc_core *core = f->core;
+    for (uint32_t i = 0; i < core->rail_count; i++) core->lanes[i].contended = core->lanes[i].first_destination = 0;
+    for (struct rc_part *part = f->first; part; part = part->next) {
+        struct rc_lane *lane = &core->lanes[part->local_rail];
+        uint32_t destination = destination_id(part);
+        if (part->direct) continue;
+        if (!lane->first_destination) lane->first_destination = destination;
+        if (lane->first_destination != destination) lane->contended = 1;
+    }
+}
+
+/* One slice for every part that can have one; returns how many were fed or ended. */
+static int round_of_parts(struct feeder *f)
+{
+    struct rc_core *core = f->core;
+    int progress = 0;
+    take_inbox(f);
+    if (!f->first) return 0;
+    if (is_exclusive(core)) choose_exclusive(f);
+    see_contention(f);
+    /* Small submissions first, then the rest in the order they came. */
+    for (int small = 1; small >= 0; small--) {
+        struct rc_part **link = &f->first, *previous = NULL;
+        while (*link) {
+            struct rc_part *part = *link;
+            struct rc_submission *s = part->submission;
+            int over = 0;
+            if ((int)s->express == small) {
+                over = ended_early(f, part);
+                int ready = over || !s->ready.query || s->ready.query(s->ready.argument);
+                int its_turn = !is_exclusive(core) || f->exclusive == s;
+                if (!over && ready && its_turn && rc_feed(core, part, small, 1)) {
+                    progress++;
+                    over = part->exhausted;
+                }
+            }
+            if (!over) {
+                previous = part;
+                link = &part->next;
+                continue;
+            }
+            *link = part->next;
+            if (f->last == part) f->last = previous;
+            progress++;
+            drop_part(f, part);
+        }
+    }
+    return progress;
+}
+
+void *rc_feeder_main(void *argument)
+{
+    struct rc_core *core = argument;
+    struct feeder f = {.core = core};
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, NULL);
+    pthread_setname_np(pthread_self(), "rr-feeder");
+    if (core->feeder_cpu >= 0) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(core->feeder_cpu, &set);
+        pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+    }
+    while (!rr_load_acquire_u32(&core->stop)) {
+        if (round_of_parts(&f)) continue;
+        uint32_t seen = rr_load_acquire_u32(&core->control->feeder_wake);
+        rr_sleep_arm(&core->control->feeder_sleeping);
+        uint64_t now = rr_now_ns();
+        f.next_look_ns = now + HEARTBEAT_NS;
+        if (!round_of_parts(&f) && !rr_load_acquire_u32(&core->stop)) {
+            rr_store_relaxed_u64(&core->control->heartbeat_ns, now);
+            core->counters.feeder_sleeps++;
+            if (f.next_look_ns > now) rr_futex_wait(&core->control->feeder_wake, seen, f.next_look_ns - now);
+            core->counters.feeder_wakes++;
+        }
+        rr_sleep_disarm(&core->control->feeder_sleeping);
+    }
+    /* rc_close has ended every submission; let go of what is left. */
+    take_inbox(&f);
+    while (f.first) {
+        struct rc_part *part = f.first;
+        f.first = part->next;
+        part->submission->ended_early = 1;
+        drop_part(&f, part);
+    }
+    if (f.exclusive) {
+        pthread_mutex_lock(&core->queue);
+        if (--f.exclusive->references == 0) rc_free_submission(f.exclusive);
+        pthread_mutex_unlock(&core->queue);
+    }
+    return NULL;
+}

@@ -1,0 +1,322 @@
+"""Peers: the daemons of other nodes, the regions opened there, and writing into them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from railrelay.client import core, protocol
+from railrelay.client.connection import LOCAL_TIMEOUT_S
+from railrelay.client.errors import ArgumentError, Busy, ErrorCode, PeerError, RegionError, RelayError
+from railrelay.client.layout import PageLayout, addresses, page_numbers
+from railrelay.client.regions import RemoteRegion, decode_offer
+from railrelay.client.transfer import Transfer, core_errors, nanoseconds, tag_of
+
+if TYPE_CHECKING:
+    from railrelay.client.client import Client
+    from railrelay.client.connection import Connection
+
+# Processes behind one daemon have address spaces of their own, and equal addresses (CUDA's always are). The core sees
+# one space per peer, so the number of the process goes above bit 56, which no user address reaches.
+_SPACE_SHIFT: Final = 56
+_SPACES: Final = 256
+
+
+class RemoteTable:
+    """The open regions of all peers of a client, as the core knows them. Its lock is never held while waiting."""
+
+    def __init__(self, core: core.ClientCore, connection: Connection) -> None:
+        self._core = core
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._open: dict[int, RemoteRegion] = {}
+        self._closing: dict[int, RemoteRegion] = {}  # closed here; transfers in flight still name them
+
+    def of(self, peer: Peer) -> list[RemoteRegion]:
+        with self._lock:
+            return [remote for remote in self._open.values() if remote.peer is peer]
+
+    def is_open(self, remote: RemoteRegion) -> bool:
+        return self._open.get(remote.index) is remote
+
+    def add(self, peer: Peer, opened: protocol.RegionOpened, capability: bytes) -> RemoteRegion:
+        """Control thread. A region of the same process that overlaps is an earlier registration, and closed."""
+        try:
+            with self._lock:
+                for other in list(self._open.values()):
+                    if _overlap(other, peer, opened):
+                        self._closing[other.index] = self._open.pop(other.index)
+                self._end_closing()
+                if any(_overlap(other, peer, opened) for other in self._closing.values()):
+                    raise Busy(ErrorCode.BUSY, f"an earlier registration of {opened.address:#x} still has transfers")
+                remote = RemoteRegion(peer, opened, self._space(peer, opened.owner), capability)
+                with core_errors():
+                    self._core.add_remote(
+                        remote.index,
+                        peer.index,
+                        remote.space + remote.address,
+                        remote.nbytes,
+                        remote.rail,
+                        remote.owner,
+                        opened.window_bytes,
+                    )
+                self._open[remote.index] = remote
+                return remote
+        except RelayError:
+            self._connection.tell(protocol.CloseRegion(self._connection.new_id(), opened.remote))
+            raise
+
+    def close(self, remote: RemoteRegion) -> None:
+        with self._lock:
+            if self.is_open(remote):
+                self._closing[remote.index] = self._open.pop(remote.index)
+            self._end_closing()
+
+    def gone(self, index: int) -> None:
+        """Control thread: the peer withdrew the region."""
+        with self._lock:
+            if index in self._open:
+                self._closing[index] = self._open.pop(index)
+            self._end_closing()
+
+    def _end_closing(self) -> None:
+        """An index is given back only when no transfer names it: the daemon may then use it for another region."""
+        for index in list(self._closing):
+            with contextlib.suppress(Busy), core_errors():
+                self._core.remove_remote(index)
+                del self._closing[index]
+                self._connection.tell(protocol.CloseRegion(self._connection.new_id(), index))
+
+    def _space(self, peer: Peer, owner: int) -> int:
+        spaces = {
+            remote.owner: remote.space
+            for remote in (*self._open.values(), *self._closing.values())
+            if remote.peer.index == peer.index
+        }
+        if owner in spaces:
+            return spaces[owner]
+        for space in range(0, _SPACES << _SPACE_SHIFT, 1 << _SPACE_SHIFT):
+            if space not in spaces.values():
+                return space
+        text = f"regions of {_SPACES} processes of {peer.session} are open; close those of one"
+        raise RegionError(ErrorCode.LIMIT, text)
+
+
+def _overlap(remote: RemoteRegion, peer: Peer, opened: protocol.RegionOpened) -> bool:
+    return (
+        remote.peer.index == peer.index
+        and remote.owner == opened.owner
+        and remote.address < opened.address + opened.bytes
+        and opened.address < remote.address + remote.nbytes
+    )
+
+
+class Peer:
+    """A peer's daemon, made by Client.peer(). Any number of threads may call. PeerError PEER_LOST once it restarted or
+    is gone: ask Client.peer() again and open the regions anew."""
+
+    def __init__(self, client: Client, session: str, index: int) -> None:
+        self._client = client
+        self._opening = threading.Lock()
+        self._down = ""
+        self.session = session
+        self.index = index
+
+    @property
+    def regions(self) -> list[RemoteRegion]:
+        """Those that are open."""
+        return self._client.remotes.of(self)
+
+    def open(self, offer: bytes, timeout: float = LOCAL_TIMEOUT_S) -> RemoteRegion:
+        """Exchanges an offer for the right to write into the region. The same offer gives the same object. Raises
+        RegionError (unknown or withdrawn offer), PeerError, ArgumentError, WaitTimeout."""
+        content = decode_offer(offer)
+        with self._opening:
+            known = [remote for remote in self.regions if remote.capability == content.capability]
+            if known:
+                return known[0]
+            self._check_up()
+            connection = self._client.connection
+            request = protocol.OpenRegion(connection.new_id(), self.index, content.capability)
+            remote: RemoteRegion = connection.ask_then(
+                request,
+                protocol.RegionOpened,
+                lambda opened, _: self._client.remotes.add(self, opened, content.capability),
+                timeout,
+            )
+            return remote
+
+    def write(
+        self,
+        sources: npt.ArrayLike,
+        destinations: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        *,
+        tag: int | bytes | str = 0,
+        timeout: float = 30.0,
+        notify: bytes | None = None,
+        ready: core.HostEvent | None = None,
+        within: RemoteRegion | None = None,
+    ) -> Transfer:
+        """Begins to write blocks: ``lengths[i]`` bytes from local address ``sources[i]`` to the peer's address
+        ``destinations[i]``; three array-likes of integers [n], or one length for all. Any n, any length above 0.
+
+        The memory must be registered here and open there, and must not change before ``source_done``. Destinations of
+        one call must not overlap. ``tag`` (see tag_of) is what the decode engine can abort by. After ``timeout`` s the
+        transfer ends with TIMED_OUT. ``notify``: payload that the decode engine's receiver gets, with the tag, once all
+        is placed. ``ready``: no source byte is read before it is set. ``within``: any region of the process at the peer
+        that the destinations belong to; needed if regions of several processes are open.
+
+        Raises ArgumentError (names the block), PeerError, DaemonGone. The first call to a rail leases its lane."""
+        source = addresses(sources, "sources")
+        destination = addresses(destinations, "destinations")
+        length = np.asarray(lengths)
+        length = addresses(length if length.ndim else np.full(len(source), length), "lengths")
+        if not len(source) == len(destination) == len(length):
+            raise ArgumentError(
+                ErrorCode.BAD_ARGUMENT,
+                f"{len(source)} sources, {len(destination)} destinations, {len(length)} lengths; expected equal",
+            )
+        _check_space(destination, 0)
+        tag, timeout_ns, remote = self._prepare(tag, timeout, notify, within)
+        return self._submit(
+            lambda: self._client.core.reserve(
+                self.index,
+                source,
+                destination + np.uint64(remote.space) if remote.space else destination,
+                length,
+                tag=tag,
+                timeout_ns=timeout_ns,
+                note=notify is not None,
+                ready=ready,
+            ),
+            tag,
+            notify,
+            remote,
+        )
+
+    def write_pages(
+        self,
+        source: PageLayout,
+        source_pages: npt.ArrayLike,
+        destination: PageLayout,
+        destination_pages: npt.ArrayLike,
+        *,
+        tag: int | bytes | str = 0,
+        timeout: float = 30.0,
+        notify: bytes | None = None,
+        ready: core.HostEvent | None = None,
+        within: RemoteRegion | None = None,
+    ) -> Transfer:
+        """Begins to write page ``source_pages[i]`` to page ``destination_pages[i]``, all rows of it: two array-likes of
+        page numbers [n]. The layouts have equally many rows and the same ``piece_bytes``. Otherwise as write()."""
+        from_pages = page_numbers(source_pages, "source_pages")
+        to_pages = page_numbers(destination_pages, "destination_pages")
+        if len(from_pages) != len(to_pages):
+            raise ArgumentError(
+                ErrorCode.BAD_ARGUMENT,
+                f"{len(from_pages)} source_pages, {len(to_pages)} destination_pages; expected as many of each",
+            )
+        if len(source.rows) != len(destination.rows) or source.piece_bytes != destination.piece_bytes:
+            raise ArgumentError(
+                ErrorCode.BAD_ARGUMENT,
+                f"source layout has {len(source.rows)} rows of {source.piece_bytes} bytes, destination layout"
+                f" {len(destination.rows)} of {destination.piece_bytes}; take rows and heads that are equal",
+            )
+        starts = destination.starts()
+        _check_space(starts, int(to_pages.max(initial=0)) * destination.page_stride)
+        tag, timeout_ns, remote = self._prepare(tag, timeout, notify, within)
+        return self._submit(
+            lambda: self._client.core.reserve_pages(
+                self.index,
+                source.starts(),
+                source.page_stride,
+                from_pages,
+                starts + np.uint64(remote.space),
+                destination.page_stride,
+                to_pages,
+                source.piece_bytes,
+                tag=tag,
+                timeout_ns=timeout_ns,
+                note=notify is not None,
+                ready=ready,
+            ),
+            tag,
+            notify,
+            remote,
+        )
+
+    def read(self, *_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+        """Not a goal: a node only writes into memory that was offered to it."""
+        raise RelayError(
+            ErrorCode.NOT_SUPPORTED, "railrelay does not read from peers; offer a region and let the peer write into it"
+        )
+
+    def close_region(self, remote: RemoteRegion) -> None:
+        self._client.remotes.close(remote)
+
+    def lost(self, text: str) -> None:
+        """Control thread: the daemon there restarted or is gone."""
+        self._down = text
+        for remote in self.regions:
+            remote.close()
+
+    def _prepare(
+        self, tag: int | bytes | str, timeout: float, notify: bytes | None, within: RemoteRegion | None
+    ) -> tuple[int, int, RemoteRegion]:
+        """(tag, time-out in ns, a region of the process that is written to)"""
+        if not timeout > 0:
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"timeout of {timeout} s; expected more than 0")
+        if notify is not None and len(notify) > protocol.NOTE_BYTES:
+            text = f"notify has {len(notify)} bytes; at most {protocol.NOTE_BYTES}"
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+        self._check_up()
+        remotes = self.regions if within is None else [within]
+        owners = {remote.owner for remote in remotes}
+        if len(owners) > 1:
+            raise ArgumentError(
+                ErrorCode.BAD_ARGUMENT,
+                f"regions of {len(owners)} processes of {self.session} are open; say by within= which process is meant",
+            )
+        if within is not None and (within.peer is not self or not self._client.remotes.is_open(within)):
+            raise ArgumentError(ErrorCode.BAD_REGION, f"{within} is not open at {self.session}")
+        if not remotes:
+            text = f"no region of {self.session} is open; open() an offer of it first"
+            raise ArgumentError(ErrorCode.BAD_REGION, text)
+        return tag_of(tag), nanoseconds(timeout), remotes[0]
+
+    def _submit(
+        self, reserve: Callable[[], core.Submission], tag: int, notify: bytes | None, remote: RemoteRegion
+    ) -> Transfer:
+        client, connection = self._client, self._client.connection
+        client.lease_lanes(self.index)
+        with core_errors():
+            submission = reserve()
+        if notify is not None:
+            note = protocol.Note(
+                connection.new_id(), submission.index, submission.generation, remote.index, tag, notify
+            )
+            try:
+                connection.ask(note, protocol.Done)
+            except BaseException:
+                submission.cancel()
+                raise
+        submission.publish()
+        what = f"transfer {submission.index} (tag {tag:#x}) to {self.session}"
+        return Transfer(submission, connection, client.completions, what)
+
+    def _check_up(self) -> None:
+        self._client.connection.check()
+        if self._down:
+            raise PeerError(ErrorCode.PEER_LOST, f"peer {self.session}: {self._down}")
+
+
+def _check_space(destinations: npt.NDArray[np.uint64], reach: int) -> None:
+    highest = int(destinations.max(initial=0)) + reach
+    if highest >> _SPACE_SHIFT:
+        raise ArgumentError(ErrorCode.BAD_ADDRESS, f"destination {highest:#x} is no user address")

@@ -1,0 +1,409 @@
+"""Messages of the two control planes, and their framing. The daemon imports this file; nothing here knows the daemon.
+
+Client plane: a Unix SOCK_SEQPACKET socket, one msgpack message a packet, file descriptors beside it (SCM_RIGHTS).
+Peer plane: TCP, each message a 4-byte little-endian length and msgpack.
+A request carries an ``id`` that its reply repeats; on the peer plane both ends may ask. Events carry none.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from array import array
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+CLIENT_MESSAGE_BYTES = 64 * 1024
+PEER_MESSAGE_BYTES = 1024 * 1024
+NOTE_BYTES = 16 * 1024
+
+
+class Message(msgspec.Struct, tag_field="t", forbid_unknown_fields=True, frozen=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# ---- client plane: requests ----
+
+
+class Attach(Message, frozen=True, tag="Attach"):
+    """First message of a client. Answered by Attached with descriptors
+    [client segment, node segment, kick eventfd of rail 0, 1, ...]."""
+
+    id: int
+    protocol: int
+    abi: int
+    rank: int
+    name: str
+
+
+class LeaseLane(Message, frozen=True, tag="LeaseLane"):
+    """Lease of lane (rail, own rank). Answered by Leased with [relay memory]."""
+
+    id: int
+    rail: int
+
+
+class Register(Message, frozen=True, tag="Register"):
+    """Offers ``bytes`` at ``address`` (client's own numbering) as source and destination. With a descriptor the daemon
+    maps it from ``offset`` (shared); without one the memory is private. Private memory that will be a destination
+    (``receive``) needs bounce buffers: the reply then carries one descriptor of bounce memory a rail, unless the client
+    has them already. Answered by Registered."""
+
+    id: int
+    address: int
+    bytes: int
+    shared: bool
+    offset: int
+    rail: int
+    receive: bool
+
+
+class Unregister(Message, frozen=True, tag="Unregister"):
+    """Answered by Done, or by Failed ``busy`` while slices that read the region are in flight."""
+
+    id: int
+    region: int
+
+
+class ConnectPeer(Message, frozen=True, tag="ConnectPeer"):
+    """Session of a peer daemon, ``host:port`` or ``[v6]:port``. Answered by PeerConnected."""
+
+    id: int
+    session: str
+    timeout_s: float
+
+
+class OpenRegion(Message, frozen=True, tag="OpenRegion"):
+    """Exchanges the capability of an offered region for an index. Answered by RegionOpened."""
+
+    id: int
+    peer: int
+    capability: bytes
+
+
+class CloseRegion(Message, frozen=True, tag="CloseRegion"):
+    id: int
+    remote: int
+
+
+class Note(Message, frozen=True, tag="Note"):
+    """Notification to deliver once transfer ``transfer`` of ``generation`` is placed. Sent and answered before the
+    transfer is published, so that it is known when the last slice completes."""
+
+    id: int
+    transfer: int
+    generation: int
+    remote: int
+    tag: int
+    payload: bytes
+
+
+class Abort(Message, frozen=True, tag="Abort"):
+    """Decode side: no byte of transfers with ``tag`` into this client's regions may land after the reply. Answered by
+    Aborted."""
+
+    id: int
+    tag: int
+    timeout_s: float
+
+
+class Cancel(Message, frozen=True, tag="Cancel"):
+    """Ends a transfer early. Answered by Done at once; the end shows in the transfer table."""
+
+    id: int
+    transfer: int
+    generation: int
+
+
+class Fence(Message, frozen=True, tag="Fence"):
+    """Sending side: asks for settlement of an unsettled transfer. Answered by Done or Failed ``unsettled``."""
+
+    id: int
+    transfer: int
+    generation: int
+    timeout_s: float
+
+
+# ---- client plane: replies and events ----
+
+
+class Attached(Message, frozen=True, tag="Attached"):
+    id: int
+    client: int
+    serial: int
+    instance: int
+    session: str
+    own_rail: int
+    segment_bytes: int
+    node_bytes: int
+    lane_bytes: int
+    bounce_bytes: int
+    direct_slice_bytes: int
+    express_bytes: int
+
+
+class Leased(Message, frozen=True, tag="Leased"):
+    id: int
+    rail: int
+    generation: int
+    bytes: int
+
+
+class Registered(Message, frozen=True, tag="Registered"):
+    id: int
+    region: int
+    rail: int
+    capability: bytes
+    bounces: bool
+
+
+class PeerConnected(Message, frozen=True, tag="PeerConnected"):
+    """local_rails[j] is the local rail that relays to the peer's rail j: the one of the same identity, or else j modulo
+    the number of local rails."""
+
+    id: int
+    peer: int
+    instance: int
+    local_rails: list[int]
+
+
+class RegionOpened(Message, frozen=True, tag="RegionOpened"):
+    """owner: number of the owning client at the peer. window_bytes: 0, or the most bytes of one slice where the owner
+    must copy them out of bounce memory itself; such slices wait for a grant."""
+
+    id: int
+    remote: int
+    address: int
+    bytes: int
+    rail: int
+    owner: int
+    window_bytes: int
+
+
+class Aborted(Message, frozen=True, tag="Aborted"):
+    """settled is false if a sending node could neither confirm nor be fenced; ``text`` says which."""
+
+    id: int
+    settled: bool
+    transfers: int
+    text: str
+
+
+class Done(Message, frozen=True, tag="Done"):
+    id: int
+
+
+class Failed(Message, frozen=True, tag="Failed"):
+    """code: a name of errors.ErrorCode. With id 0 it answers nothing: the daemon is about to close this session and
+    says why."""
+
+    id: int
+    code: str
+    text: str
+
+
+class Notification(Message, frozen=True, tag="Notification"):
+    """Event: data of a transfer is placed on all rails."""
+
+    tag: int
+    payload: bytes
+    session: str
+
+
+class PeerDown(Message, frozen=True, tag="PeerDown"):
+    """Event: the peer's daemon restarted or is gone; its remote regions are no longer valid."""
+
+    peer: int
+    session: str
+    text: str
+
+
+class RegionGone(Message, frozen=True, tag="RegionGone"):
+    """Event: the region was unregistered or its owner exited. The index stays taken until the client sends
+    CloseRegion."""
+
+    remote: int
+
+
+class Draining(Message, frozen=True, tag="Draining"):
+    """Event: the daemon is going down."""
+
+    text: str
+
+
+ClientRequest = (
+    Attach | LeaseLane | Register | Unregister | ConnectPeer | OpenRegion | CloseRegion | Note | Abort | Cancel | Fence
+)
+ClientReply = (
+    Attached | Leased | Registered | PeerConnected | RegionOpened | Aborted | Done | Failed
+    | Notification | PeerDown | RegionGone | Draining
+)
+
+
+# ---- peer plane ----
+
+
+class RailFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rail as its node describes it: identity is what both ends compare, address and port where it accepts."""
+
+    identity: str
+    nic: str
+    address: str
+    port: int
+
+
+class Hello(Message, frozen=True, tag="Hello"):
+    """First message of the connecting daemon. ``instance`` of the sender; ``expect`` the instance it knew at this
+    address before, 0 for none. Answered by Welcome or Refused."""
+
+    id: int
+    protocol: int
+    instance: int
+    session: str
+    expect: int
+    rails: list[RailFacts]
+
+
+class Welcome(Message, frozen=True, tag="Welcome"):
+    id: int
+    instance: int
+    session_index: int
+    rails: list[RailFacts]
+
+
+class Refused(Message, frozen=True, tag="Refused"):
+    id: int
+    code: str
+    text: str
+
+
+class PeerOpenRegion(Message, frozen=True, tag="PeerOpenRegion"):
+    id: int
+    capability: bytes
+
+
+class PeerRegion(Message, frozen=True, tag="PeerRegion"):
+    id: int
+    handle: int
+    address: int
+    bytes: int
+    rail: int
+    owner: int
+    window_bytes: int
+
+
+class PeerCloseRegion(Message, frozen=True, tag="PeerCloseRegion"):
+    id: int
+    handle: int
+
+
+class RailConnect(Message, frozen=True, tag="RailConnect"):
+    """Asks for a single-use token for one connection from ``local_rail`` to ``remote_rail``. Answered by RailToken."""
+
+    id: int
+    local_rail: int
+    remote_rail: int
+    express: bool
+    epoch: int
+
+
+class RailToken(Message, frozen=True, tag="RailToken"):
+    id: int
+    connection: int
+    token: bytes
+
+
+class FenceRail(Message, frozen=True, tag="FenceRail"):
+    """Closes connection ``connection`` at the receiver for good. Answered by RailFenced: frames up to ``placed`` have
+    been dealt with, ``codes`` holds the result of the last len(codes) of them, oldest first."""
+
+    id: int
+    connection: int
+
+
+class RailFenced(Message, frozen=True, tag="RailFenced"):
+    id: int
+    placed: int
+    codes: bytes
+
+
+class PeerAbort(Message, frozen=True, tag="PeerAbort"):
+    """Receiver to sender: end the transfers with ``tag`` whose regions are among ``handles``; answer when settled."""
+
+    id: int
+    tag: int
+    handles: list[int]
+
+
+class PeerAborted(Message, frozen=True, tag="PeerAborted"):
+    id: int
+    settled: bool
+    transfers: int
+
+
+class PeerNote(Message, frozen=True, tag="PeerNote"):
+    """Deliver a notification to the owner of region ``handle``. Answered by PeerDone or Refused."""
+
+    id: int
+    handle: int
+    tag: int
+    payload: bytes
+
+
+class PeerRegionGone(Message, frozen=True, tag="PeerRegionGone"):
+    """Event, receiver to sender: the region was unregistered or its owner exited."""
+
+    handle: int
+
+
+class Ping(Message, frozen=True, tag="Ping"):
+    id: int
+
+
+class PeerDone(Message, frozen=True, tag="PeerDone"):
+    id: int
+
+
+PeerMessage = (
+    Hello | Welcome | Refused | PeerOpenRegion | PeerRegion | PeerCloseRegion | RailConnect | RailToken | FenceRail | RailFenced
+    | PeerAbort | PeerAborted | PeerNote | PeerRegionGone | Ping | PeerDone
+)
+
+encode = msgspec.msgpack.Encoder().encode
+client_request = msgspec.msgpack.Decoder(ClientRequest).decode
+client_reply = msgspec.msgpack.Decoder(ClientReply).decode
+peer_message = msgspec.msgpack.Decoder(PeerMessage).decode
+
+# First bytes on a rail connection: magic, version, connection id, token.
+RAIL_PREAMBLE = struct.Struct("<8sIIQ16s")
+RAIL_MAGIC = b"RLAYRAIL"
+RAIL_VERSION = 1
+LENGTH_PREFIX = struct.Struct("<I")
+
+
+def receive(unix: socket.socket, max_fds: int) -> tuple[bytes, list[int], bool]:
+    """(packet, descriptors, whether something was cut off) from a client-plane socket; b"" at the end of the stream.
+    The descriptors are close-on-exec and the caller's. (socket.recv_fds() drops the flags that this takes.)"""
+    packet, ancillary, flags, _ = unix.recvmsg(
+        CLIENT_MESSAGE_BYTES, socket.CMSG_SPACE(max_fds * 4), socket.MSG_CMSG_CLOEXEC
+    )
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+    fds = [fd for level, kind, data in ancillary if (level, kind) == rights for fd in array("i", data)]
+    return packet, fds, bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+
+
+def parse_session(session: str) -> tuple[str, int]:
+    """``host:port`` or ``[v6]:port`` -> (host, port). ValueError names the text and the form expected."""
+    host, colon, port = session.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"session {session!r}: an IPv6 address needs brackets, [v6]:port")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"session {session!r}: expected host:port or [v6]:port with a port from 1 to 65535")
+    return host, int(port)
+
+
+def format_session(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

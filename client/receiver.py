@@ -1,0 +1,99 @@
+"""The decode side: news of placed transfers, and ending transfers that are on their way here."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from railrelay.client import protocol
+from railrelay.client.errors import ArgumentError, ErrorCode, Result, Unsettled, WaitTimeout
+from railrelay.client.transfer import tag_of, wake
+
+if TYPE_CHECKING:
+    from railrelay.client.connection import Connection
+
+_REPLY_MARGIN_S: Final = 1.0
+
+
+class Notifications:
+    """What peers asked to be told, oldest first; each is given out once. Threads and loops may wait together. They are
+    kept until taken: peers should send them only to an engine that takes them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._changed = threading.Condition()
+        self._items: deque[protocol.Notification] = deque()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._ended = False
+
+    def get(self, timeout: float | None = None) -> protocol.Notification:
+        """The next (tag, payload, session of the sender); all data of that transfer is placed. Raises WaitTimeout after
+        ``timeout`` seconds, DaemonGone."""
+        self._connection.check_process()
+        with self._changed:
+            self._changed.wait_for(lambda: self._items or self._ended, timeout)
+            if self._items:
+                return self._items.popleft()
+        self._connection.check()
+        raise WaitTimeout(ErrorCode.WAIT_TIMEOUT, f"no notification within {timeout:g} s")
+
+    async def get_async(self) -> protocol.Notification:
+        """The same for asyncio, without a limit of its own."""
+        self._connection.check_process()
+        while True:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            with self._changed:
+                if self._items:
+                    return self._items.popleft()
+                if self._ended:
+                    self._connection.check()
+                self._waiting.add(future)
+            try:
+                await future
+            finally:
+                with self._changed:
+                    self._waiting.discard(future)
+
+    def put(self, notification: protocol.Notification) -> None:
+        """Control thread."""
+        with self._changed:
+            self._items.append(notification)
+            self._wake_all()
+
+    def end(self) -> None:
+        """After the connection: waiters get its error."""
+        with self._changed:
+            self._ended = True
+            self._wake_all()
+
+    def _wake_all(self) -> None:
+        self._changed.notify_all()
+        for future in self._waiting:
+            wake(future)
+
+
+class Receiver:
+    """Client.receiver."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.notifications = Notifications(connection)
+
+    def abort(self, tag: int | bytes | str, timeout: float = 10.0) -> int:
+        """Ends all transfers with this tag (see tag_of) into this client's regions, at all peers. Once it returns no
+        byte of them can land, now or later, and their pages may be reused. Returns how many were under way.
+
+        Raises Unsettled if that could not be had within ``timeout`` seconds: abort again before reusing the pages."""
+        number = tag_of(tag)
+        if not number:
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, "tag 0 is that of all untagged transfers; give requests a tag")
+        request = protocol.Abort(self._connection.new_id(), number, timeout)
+        try:
+            aborted = self._connection.ask(request, protocol.Aborted, timeout + _REPLY_MARGIN_S)
+        except WaitTimeout as late:
+            raise Unsettled(Result.UNSETTLED, 0, f"abort of tag {number:#x}: {late.text}") from None
+        if not aborted.settled:
+            raise Unsettled(Result.UNSETTLED, 0, f"abort of tag {number:#x}: {aborted.text}")
+        return aborted.transfers

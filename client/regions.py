@@ -1,0 +1,206 @@
+"""Memory: registered regions of this process, memory that the daemon can map, offers, and regions of peers."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from railrelay.client import protocol
+from railrelay.client.errors import ArgumentError, Busy, ErrorCode, RegionError, RelayError
+from railrelay.client.transfer import core_errors
+
+if TYPE_CHECKING:
+    from railrelay.client.client import Client
+    from railrelay.client.peers import Peer
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Addressed(Protocol):
+    """What has an address and a size in bytes: Region, Buffer, RemoteRegion."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer needs to write into a region. Whoever holds it may write there: it is a secret of the two engines."""
+
+    session: str
+    capability: bytes
+    address: int
+    nbytes: int
+    rail: int
+
+
+def decode_offer(offer: bytes) -> Offer:
+    try:
+        return msgspec.msgpack.decode(offer, type=Offer)
+    except msgspec.MsgspecError as failure:
+        raise ArgumentError(
+            ErrorCode.BAD_ARGUMENT, f"not an offer ({failure}); pass the bytes of Region.offer() unchanged"
+        ) from None
+
+
+class Region:
+    """Registered memory of this process; made by Client.register(). ``address`` is virtual, ``rail`` the one that
+    serves it. Register once, not per request."""
+
+    def __init__(
+        self,
+        client: Client,
+        index: int,
+        address: int,
+        nbytes: int,
+        rail: int,
+        capability: bytes,
+        keep: object,
+    ) -> None:
+        self._client = client
+        self._capability = capability
+        self._keep = keep  # the memory must outlive the registration
+        self._in_core = True
+        self._registered = True
+        self.index = index
+        self.address = address
+        self.nbytes = nbytes
+        self.rail = rail
+
+    def offer(self) -> bytes:
+        """Bytes for the peer's engine, by the engines' own channel; it passes them to Client.open()."""
+        if not self._registered:
+            raise RegionError(ErrorCode.REGION_GONE, f"{self} is not registered any more")
+        return msgspec.msgpack.encode(
+            Offer(self._client.session, self._capability, self.address, self.nbytes, self.rail)
+        )
+
+    def unregister(self, timeout: float = 5.0) -> None:
+        """Ends the registration; once it returns nobody reads or writes the memory, and peers' writes are refused.
+
+        Waits up to ``timeout`` seconds for transfers that still use the region, then raises Busy; call it again later.
+        Idempotent."""
+        deadline = time.monotonic() + timeout
+        pause = 0.0005
+        while self._registered:
+            try:
+                self._unregister()
+            except Busy:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+
+    def _unregister(self) -> None:
+        connection = self._client.connection
+        connection.check_process()
+        if self._in_core and not self._client.closed:
+            with core_errors():  # first, so that no transfer begins that reads it while the daemon lets go of it
+                self._client.core.remove_region(self.index)
+        self._in_core = False
+        try:
+            connection.ask(protocol.Unregister(connection.new_id(), self.index), protocol.Done)
+        except RelayError as failure:
+            if failure.code not in (ErrorCode.DAEMON_GONE, ErrorCode.CLOSED):  # else nobody is left who could use it
+                raise
+        self._registered = False
+        self._keep = None
+
+    def __repr__(self) -> str:
+        return f"Region({self.address:#x} +{self.nbytes}, rail {self.rail})"
+
+
+class Buffer:
+    """Memory that this process and the daemon both map (a sealed memfd): the daemon sends from it and places bytes in
+    it without a copy by the client. Made and registered by Client.alloc(). ``array`` is a writable view, uint8."""
+
+    def __init__(self, array: npt.NDArray[np.uint8], region: Region) -> None:
+        self.array = array
+        self.region = region
+        self.address = region.address
+        self.nbytes = region.nbytes
+
+    def offer(self) -> bytes:
+        return self.region.offer()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Unregisters (see Region.unregister) and drops the mapping, which ends with the last view of ``array``.
+        Idempotent."""
+        self.region.unregister(timeout)
+        self.array = np.empty(0, np.uint8)
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def shared_memory(nbytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
+    """(descriptor, mapping) of new memory that can neither shrink nor grow; the descriptor is the caller's."""
+    if nbytes <= 0:
+        raise ArgumentError(ErrorCode.BAD_LENGTH, f"alloc of {nbytes} bytes; expected 1 or more")
+    fd = os.memfd_create("railrelay", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # a file that shrinks is a SIGBUS in the daemon
+        return fd, np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+    except OSError as failure:
+        os.close(fd)
+        text = f"alloc of {nbytes} bytes of shared memory: {failure.strerror}"
+        raise RegionError(ErrorCode.NO_MEMORY, text) from None
+
+
+class RemoteRegion:
+    """A region of a peer that this client may write; made by Peer.open(). ``address`` is the one its owner uses; it is
+    valid together with ``owner``, the process there that it belongs to."""
+
+    def __init__(self, peer: Peer, opened: protocol.RegionOpened, space: int, capability: bytes) -> None:
+        self.peer = peer
+        self.index = opened.remote
+        self.address = opened.address
+        self.nbytes = opened.bytes
+        self.rail = opened.rail
+        self.owner = opened.owner
+        self.space = space  # what the core's addresses of this process are raised by
+        self.capability = capability
+
+    def close(self) -> None:
+        """Later writes to the region are refused here. Idempotent."""
+        self.peer.close_region(self)
+
+    def __repr__(self) -> str:
+        return f"RemoteRegion({self.address:#x} +{self.nbytes}, rail {self.rail}, {self.peer.session})"
+
+
+def memory_of(buffer: Any, *, writable: bool) -> tuple[int, int, object]:  # noqa: ANN401
+    """(address, bytes, object to keep) of contiguous memory with the buffer protocol, or of (address, bytes)."""
+    if isinstance(buffer, tuple):
+        address, nbytes = (int(part) for part in buffer)
+        if address <= 0 or nbytes <= 0:
+            text = f"({address:#x}, {nbytes}): expected an address and a size above 0"
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+        return address, nbytes, None
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            ErrorCode.BAD_ARGUMENT,
+            f"{type(buffer).__name__} has no buffer protocol; pass an array or (address, bytes)",
+        ) from None
+    if not view.c_contiguous or not view.nbytes:
+        raise ArgumentError(
+            ErrorCode.BAD_ARGUMENT,
+            f"memory of shape {view.shape} and strides {view.strides} is empty or not contiguous; register the whole",
+        )
+    if writable and view.readonly:
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, "the memory is read-only; register it with receive=False")
+    return int(np.frombuffer(view, np.uint8).ctypes.data), view.nbytes, view

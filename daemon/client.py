@@ -1,0 +1,70 @@
+"""What the daemon knows of one attached client. Main thread only."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from railrelay.client.protocol import Message, Note
+from railrelay.daemon.memory import Memory
+from railrelay.daemon.rows import Rows
+from railrelay.shm_layout.segment import Segment
+
+if TYPE_CHECKING:
+    from railrelay.daemon.client_socket import ClientSocket
+    from railrelay.daemon.peers import Peer
+
+
+@dataclass(eq=False)
+class Region:
+    """Memory that a client registered. ``receive``: peers may write it."""
+
+    client: Client
+    index: int
+    capability: bytes
+    address: int
+    nbytes: int
+    rail: int
+    shared: bool
+    receive: bool
+
+
+@dataclass(eq=False)
+class Remote:
+    """A region of a peer that a client opened; the index stays taken until the client closes it."""
+
+    index: int
+    peer: Peer
+    handle: int
+
+
+@dataclass(eq=False)
+class Client:
+    row: int
+    serial: int
+    pid: int
+    rank: int
+    own_rail: int
+    name: str
+    socket: ClientSocket
+    region_rows: Rows
+    remote_rows: Rows
+    segment: Segment | None = None
+    on_plane: bool = False
+    attached: bool = False
+    leaving: bool = False
+    lanes: dict[int, Memory] = field(default_factory=dict)  # by rail
+    bounces: list[Memory] = field(default_factory=list)
+    bounce_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    regions: dict[int, Region] = field(default_factory=dict)
+    remotes: dict[int, Remote] = field(default_factory=dict)
+    notes: dict[int, Note] = field(default_factory=dict)  # by transfer: the latest only
+    rails_left: int = 0  # of those that still have slices of a leaving client
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def send(self, message: Message) -> None:
+        self.socket.send(message)
+
+    def __str__(self) -> str:
+        return f"client {self.row} ({self.name!r}, rank {self.rank}, pid {self.pid})"

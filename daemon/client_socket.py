@@ -1,0 +1,248 @@
+"""The Unix socket that clients attach to: admission by credentials, packets with descriptors, and a client's death,
+which its pidfd tells; the end of the stream means that it let go. Main thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import grp
+import os
+import pwd
+import select
+import socket
+import stat
+import struct
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode
+from railrelay.client.protocol import Message
+from railrelay.daemon.acceptor import Acceptor
+from railrelay.daemon.instance import InstanceTaken
+from railrelay.daemon.node_state import Report
+
+MAX_UNSENT: Final = 1024  # packets
+MAX_FDS: Final = 4  # in a packet from a client
+PACKETS_A_TURN: Final = 16
+ATTACH_TIMEOUT_S: Final = 5.0
+_UCRED: Final = struct.Struct("iII")
+
+
+class ClientSocket:
+    """One connection of a local process. ``on_message(socket, message, fds)`` owns the descriptors; ``on_end(socket,
+    reason)`` comes once, also after close(). Closes idempotently."""
+
+    def __init__(
+        self,
+        unix: socket.socket,
+        pid: int,
+        on_message: Callable[[ClientSocket, protocol.ClientRequest, list[int]], None],
+        on_end: Callable[[ClientSocket, str], None],
+        report: Report,
+    ) -> None:
+        """ProcessLookupError if the process is gone already."""
+        self.pid = pid
+        self.closed = False
+        self._unix = unix
+        self._on_message = on_message
+        self._on_end = on_end
+        self._report = report
+        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._pidfd = os.pidfd_open(pid)
+        self._loop.add_reader(self._pidfd, self.close, "exited")
+        self._loop.add_reader(unix.fileno(), self._readable)
+
+    def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """The descriptors stay the caller's. Nothing happens on a closed connection."""
+        if self.closed:
+            return
+        packet = protocol.encode(message)
+        if not self._unsent and self._send(packet, list(fds)):
+            return
+        if self.closed:
+            return
+        if len(self._unsent) >= MAX_UNSENT:
+            self.violate(f"does not read: {MAX_UNSENT} packets unsent")
+            return
+        if not self._unsent:
+            self._loop.add_writer(self._unix.fileno(), self._writable)
+        self._unsent.append((packet, [os.dup(fd) for fd in fds]))
+
+    def exited(self) -> bool:
+        """Whether the process is gone, which the loop may not have seen yet."""
+        poller = select.poll()
+        if not self.closed:
+            poller.register(self._pidfd, select.POLLIN)
+        return self.closed or bool(poller.poll(0))
+
+    def violate(self, what: str) -> None:
+        """Ends the session because of what the client did."""
+        self._report(ErrorCode.PROTOCOL, f"client pid {self.pid}: {what}", key=f"client pid {self.pid}")
+        self.send_last(ErrorCode.PROTOCOL, what)
+        self.close(what)
+
+    def send_last(self, code: ErrorCode, text: str) -> None:
+        if not self.closed and not self._unsent:
+            with contextlib.suppress(OSError):
+                self._unix.send(protocol.encode(protocol.Failed(0, code, text)))
+
+    def close(self, reason: str = "closed by the daemon") -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._pidfd)
+        self._loop.remove_reader(self._unix.fileno())
+        self._loop.remove_writer(self._unix.fileno())
+        os.close(self._pidfd)
+        self._unix.close()
+        for _, fds in self._unsent:
+            close_all(fds)
+        self._unsent.clear()
+        self._on_end(self, reason)
+
+    def _send(self, packet: bytes, fds: list[int]) -> bool:
+        """False if it would block or the connection has ended."""
+        try:
+            socket.send_fds(self._unix, [packet], fds)
+        except BlockingIOError:
+            return False
+        except OSError as failure:
+            self.close(f"hung up ({failure.strerror})")
+            return False
+        return True
+
+    def _writable(self) -> None:
+        while self._unsent:
+            packet, fds = self._unsent[0]
+            if not self._send(packet, fds):
+                return
+            self._unsent.popleft()
+            close_all(fds)
+        self._loop.remove_writer(self._unix.fileno())
+
+    def _readable(self) -> None:
+        for _ in range(PACKETS_A_TURN):
+            try:
+                packet, fds, flags, _ = socket.recv_fds(
+                    self._unix, protocol.CLIENT_MESSAGE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+                )
+            except BlockingIOError:
+                return
+            except OSError as failure:
+                self.close(f"hung up ({failure.strerror})")
+                return
+            self._take(packet, fds, flags)
+            if self.closed:
+                return
+
+    def _take(self, packet: bytes, fds: list[int], flags: int) -> None:
+        if packet and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            try:
+                message = protocol.client_request(packet)
+            except msgspec.MsgspecError as failure:
+                close_all(fds)
+                self.violate(f"sent something that is not a request ({failure})")
+            else:
+                self._on_message(self, message, fds)
+            return
+        close_all(fds)
+        if packet:
+            self.violate(f"sent a packet above {protocol.CLIENT_MESSAGE_BYTES} bytes or {MAX_FDS} descriptors")
+        else:
+            self.close("detached")
+
+
+class ClientServer:
+    """Owns the control socket of the daemon. Closes idempotently."""
+
+    def __init__(self, path: Path, group: str, admit: Callable[[socket.socket, int], None], report: Report) -> None:
+        """``admit(socket, pid)`` gets connections of the daemon's user, of root and of the group. InstanceTaken,
+        OSError."""
+        self._path = path
+        self._gid = grp.getgrnam(group).gr_gid if group else None
+        self._admit = admit
+        self._report = report
+        self._acceptor = Acceptor(_listening(path, self._gid), f"control socket {path}", self._check, report)
+        self._closed = False
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._acceptor.close()
+            self._path.unlink(missing_ok=True)
+
+    def _check(self, unix: socket.socket) -> None:
+        pid, uid, gid = _UCRED.unpack(unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if pid and (uid in (0, os.geteuid()) or self._in_group(uid, gid)):
+            self._admit(unix, pid)
+            return
+        text = (
+            f"uid {uid} (pid {pid}) may not use this daemon of uid {os.geteuid()}; run as that user, or set node.group"
+            if pid
+            else "the client's process is not visible from the daemon; run both in one pid namespace"
+        )
+        self._report(ErrorCode.DENIED, text)
+        with contextlib.suppress(OSError):
+            unix.send(protocol.encode(protocol.Failed(0, ErrorCode.DENIED, text)))
+        unix.close()
+
+    def _in_group(self, uid: int, gid: int) -> bool:
+        if self._gid is None:
+            return False
+        if gid == self._gid:
+            return True
+        try:
+            return self._gid in os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
+        except KeyError:
+            return False
+
+
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _listening(path: Path, gid: int | None) -> socket.socket:
+    _remove_stale(path)
+    unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        before = os.umask(0o177)
+        try:
+            unix.bind(str(path))
+        finally:
+            os.umask(before)
+        if gid is not None:
+            os.chown(path, -1, gid)
+            path.chmod(0o660)
+        unix.listen(socket.SOMAXCONN)
+    except OSError as failure:
+        unix.close()
+        raise OSError(failure.errno, f"control socket {path}: {failure.strerror}") from None
+    return unix
+
+
+def _remove_stale(path: Path) -> None:
+    """A socket that nobody listens on is what a killed daemon left."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(
+                None, f"control socket {path}: something else is there; remove it or choose another path"
+            )
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        except OSError as failure:
+            raise OSError(failure.errno, f"control socket {path}: {failure.strerror}; remove it") from None
+        else:
+            raise InstanceTaken(f"control socket {path} is in use by another daemon; choose another node.socket")

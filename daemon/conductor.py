@@ -1,0 +1,215 @@
+"""The conductor: builds the daemon's parts, passes events of the data plane on to them, and takes everything down
+again, children before parents. Main thread only.
+
+Who knows whom: clients -> requests -> sessions, peers -> transfers -> context. Rail threads are reached through the
+data plane alone, and answer through its event queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import socket
+import time
+from typing import Any, Final
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode
+from railrelay.daemon import plane
+from railrelay.daemon.client import Client, Region
+from railrelay.daemon.client_socket import ClientServer
+from railrelay.daemon.clients import Clients
+from railrelay.daemon.commands import Commands
+from railrelay.daemon.config import Config
+from railrelay.daemon.context import Context
+from railrelay.daemon.instance import Instance
+from railrelay.daemon.node_state import NodeState
+from railrelay.daemon.peers import Peers
+from railrelay.daemon.rails import Rails
+from railrelay.daemon.requests import Requests
+from railrelay.daemon.sessions import Sessions
+from railrelay.daemon.transfers import TICK_S, Transfers
+
+DRAIN_LOOK_S: Final = 0.02
+
+log = logging.getLogger("railrelay")
+
+
+class Conductor:
+    """Serves from the end of start() until close()."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.socket_path = config.socket_path()
+        self._open = contextlib.AsyncExitStack()
+        self._tick: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """ConfigError, InstanceTaken, NoSharedMemory, OSError: nothing stays behind then."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._open.aclose()
+            raise
+
+    async def _start(self) -> None:
+        config, closing = self.config, self._open.callback
+        loop = asyncio.get_running_loop()
+        names = Instance(config.node.instance)
+        closing(names.close)
+        rails = Rails(config, self._error)
+        closing(rails.close)
+        listener = _control_listener(config)
+        closing(listener.close)
+        self.session = protocol.format_session(config.node.host, listener.getsockname()[1])
+        instance = secrets.randbits(62) + 1
+        self._state = NodeState(config, instance, rails.facts)
+        closing(self._state.close)
+        self._plane = self._new_plane(instance)
+        closing(self._plane.stop)
+        self.ctx = Context(
+            config, names, instance, self.session, rails.facts, self._state, self._plane, Commands(len(rails.facts))
+        )
+        self._build(rails)
+        closing(self._clients.close)
+        closing(self._plane.stop)  # before the memory of clients goes
+        self._open.push_async_callback(self.ctx.close_tasks)
+        closing(self.ctx.commands.close)
+        closing(self._peers.close)
+        closing(self._sessions.close)
+        closing(rails.close)
+        loop.add_reader(self._plane.event_fd, self._take_events)
+        closing(loop.remove_reader, self._plane.event_fd)
+        rails.serve(self._sessions.admit, self._sessions.expired)
+        server = await loop.create_server(self._sessions.new_link, sock=listener)
+        closing(server.close)
+        clients = ClientServer(self.socket_path, config.node.group, self._clients.admit, self._error)
+        closing(clients.close)
+        closing(self._stop_ticking)
+        self._look()
+
+    def _new_plane(self, instance: int) -> plane.DataPlane:
+        config, limits = self.config, self.config.limits
+        made = plane.DataPlane(
+            self._state.segment.buffer,
+            instance=instance,
+            max_peers=limits.max_peers,
+            max_sessions=limits.max_peers,
+            max_exports=limits.max_exports,
+            regions_per_client=limits.regions_per_client,
+            remotes_per_client=limits.remotes_per_client,
+            spin_us=config.spin_us,
+        )
+        for rail in config.rail:
+            made.add_rail(nic=rail.nic, cpu=rail.cpu, slices_in_flight=config.data.slices_in_flight)
+        made.start()
+        return made
+
+    def _build(self, rails: Rails) -> None:
+        by_row: dict[int, Client] = {}
+        regions: dict[bytes, Region] = {}
+        self._transfers = Transfers(self.ctx, by_row)
+        self._peers = Peers(self.ctx, self._transfers.abort)
+        self._sessions = Sessions(self.ctx, rails, regions)
+        requests = Requests(self.ctx, regions, self._sessions, self._peers, self._transfers)
+        self._clients = Clients(self.ctx, by_row, requests, self._sessions, self._peers, self._transfers)
+
+    # ---- the duty cycle ----
+
+    def _take_events(self) -> None:
+        loop = asyncio.get_running_loop()
+        for event in self._plane.events():
+            loop.call_soon(self._handle, *event)  # each on its own: an error in one costs no other
+
+    def _handle(self, kind: int, rail: int, a: int, b: int, c: int, d: int, e: int) -> None:
+        """The fields of each kind of event are listed in plane.pyi."""
+        match kind:
+            case plane.COMMAND_DONE:
+                self.ctx.commands.answered(a, b)
+            case plane.CONNECT_WANTED:
+                self._peers.connect_wanted(rail, a, b, bool(c), d)
+            case plane.SENDER_LOST:
+                self._peers.sender_lost(a, b)
+            case plane.RECEIVER_LOST:
+                self._sessions.receiver_lost(a)
+            case plane.RECEIVER_FENCED:
+                self._sessions.receiver_fenced(a, b)
+            case plane.CLIENT_DETACHED:
+                self._clients.rail_drained(a)
+            case plane.VIOLATION:
+                self._clients.violation(a, b, (c, d, e))
+            case plane.NOTE_DUE:
+                self._note_due(a, b, c)
+            case plane.TRANSFER_ENDED:
+                self._transfers.ended(a, b, c)
+
+    def _note_due(self, row: int, transfer: int, generation: int) -> None:
+        client = self._clients.by_row.get(row)
+        if client is not None and not client.leaving:
+            self.ctx.spawn(
+                self._transfers.deliver_note(client, transfer, generation, self._peers), f"notification of {client}"
+            )
+
+    def _look(self) -> None:
+        self._tick = asyncio.get_running_loop().call_later(TICK_S, self._look)
+        if self._clients.by_row:
+            self._transfers.tick()
+
+    def _stop_ticking(self) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+
+    def _error(self, code: ErrorCode, text: str, *, key: str = "") -> None:
+        self._state.error(code, text, key=key)
+
+    def on_exception(self, _loop: asyncio.AbstractEventLoop, facts: dict[str, Any]) -> None:
+        """What no handler caught."""
+        failure = facts.get("exception")
+        text = f"{facts['message']}: {type(failure).__name__}: {failure}" if failure else facts["message"]
+        log.debug("%s", text, exc_info=failure)
+        self._error(ErrorCode.INTERNAL, text)
+
+    # ---- the end ----
+
+    async def drain(self) -> None:
+        """Nothing new is admitted; returns when no transfer is in flight, or after drain_s."""
+        self.ctx.draining = True
+        self._state.phase("DRAINING")
+        self._clients.tell_all(protocol.Draining(f"daemon of {self.session} is going down"))
+        deadline = time.monotonic() + self.config.timeouts.drain_s
+        for look in itertools.count():
+            live = self._plane.live_transfers()
+            if not live:
+                return
+            if time.monotonic() >= deadline:
+                self._error(
+                    ErrorCode.DRAINING,
+                    f"{live} transfers were in flight after {self.config.timeouts.drain_s:g} s of draining",
+                )
+                return
+            if look == 0:
+                log.info("draining %d transfers", live)
+            await asyncio.sleep(DRAIN_LOOK_S)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._open.aclose()
+
+
+def _control_listener(config: Config) -> socket.socket:
+    host, port = config.node.host, config.node.port
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as failure:
+        raise OSError(failure.errno, f"node.host: {host!r}: {failure.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as failure:
+        listener.close()
+        raise OSError(failure.errno, f"node.port: cannot listen on {host} port {port}: {failure.strerror}") from None
+    return listener

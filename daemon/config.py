@@ -1,0 +1,357 @@
+"""Configuration: a TOML file, checked completely before anything is opened. Every option has a default but a rail's
+address; without a file there is one rail on 127.0.0.1."""
+
+from __future__ import annotations
+
+import grp
+import ipaddress
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from railrelay.client import paths
+from railrelay.client.errors import ConnectError
+from railrelay.shm_layout import abi
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+CELL_BYTES: Final = abi.CONSTANTS["CELL_BYTES"]
+MAX_RAILS: Final = abi.CONSTANTS["MAX_RAILS"]
+MAX_CLIENTS: Final = 256
+SOCKET_PATH_BYTES: Final = 107
+
+EXAMPLE: Final = """\
+# railrelayd configuration. What is commented out is the default.
+
+[node]
+# instance = "default"          # several daemons on one machine need different names
+# socket = "/run/railrelay/default.sock"  # default: the first of /run/railrelay, $XDG_RUNTIME_DIR/railrelay and
+#                               # /tmp/railrelay-<uid> that the daemon may write
+# host = "127.0.0.1"            # where peers reach the control port; part of the session id
+# port = 0                      # control port; 0: the kernel chooses
+# rail_of_rank = []             # rail of each rank; empty: rank modulo rails
+# group = ""                    # users of this group may attach too, besides the daemon's own and root
+
+[relay]
+# slots = 18                    # a lane
+# slot_bytes = "8MiB"           # multiple of 64 KiB
+# table_entries = 4096          # blocks a slot
+# ring_slices = 256             # a client and rail; power of two
+# ring_tables = 32              # block tables of direct slices, a client and rail
+# direct_slice_bytes = "4MiB"
+# express_bytes = "1MiB"        # transfers up to this size go first
+# bounce_slots = 4              # a client and rail, for private memory of receivers
+# transfers = 1024              # a client, at a time
+
+[limits]
+# max_clients = 64
+# clients_per_rank = 2
+# max_peers = 64
+# max_exports = 4096            # regions opened by peers
+# regions_per_client = 1024
+# remotes_per_client = 4096
+
+[timeouts]
+# connect_s = 5                 # for a connection to a peer or one of its rails
+# peer_s = 10                   # a peer's answer; silence of this length ends its control connection
+# settle_s = 2                  # after its time-out, until a transfer is fenced
+# fence_s = 3                   # more, until it is reported as unsettled
+# drain_s = 10                  # for transfers in flight when the daemon is told to stop
+# session_linger_s = 60         # a sending daemon that lost its control connection may resume
+# predecessor_s = 5             # a restarted engine waits for the drain of its predecessor
+
+[tcp]
+# congestion = ""               # a name of net.ipv4.tcp_available_congestion_control; empty: the system's default
+# notsent_lowat = "256KiB"
+# user_timeout_s = 30           # data not acknowledged for this long ends a rail connection
+
+[data]
+# spin_us = -1                  # how long an idle rail thread spins; -1: 20, or 0 where cores are fewer than rails + 1
+# slices_in_flight = 64         # direct slices a client and rail
+
+[[rail]]
+address = "127.0.0.1"
+# identity = "rail0"            # both daemons of a pair compare it; default rail<position>
+# nic = "tcp"
+# cpu = -1                      # core that the rail's thread is pinned to; -1: none
+# port = 0                      # 0: the kernel chooses
+"""
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the text names the option, the value and what is allowed."""
+
+
+class Bytes(int):
+    """A size in bytes; in the file a number, or text such as "8MiB" (KiB, MiB, GiB)."""
+
+    @classmethod
+    def parse(cls, value: object) -> Bytes:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(value)
+        match = re.fullmatch(r"(\d+)\s*(|B|KiB|MiB|GiB)", value) if isinstance(value, str) else None
+        if match is None:
+            raise ValueError('expected bytes, or text such as "64KiB", "8MiB", "1GiB"')
+        return cls(int(match[1]) * {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}[match[2]])
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class Node(_Section, frozen=True):
+    instance: str = "default"
+    socket: str = ""
+    host: str = "127.0.0.1"
+    port: int = 0
+    rail_of_rank: tuple[int, ...] = ()
+    group: str = ""
+
+
+class Relay(_Section, frozen=True):
+    slots: int = 18
+    slot_bytes: Bytes = Bytes(8 * MIB)
+    table_entries: int = 4096
+    ring_slices: int = 256
+    ring_tables: int = 32
+    direct_slice_bytes: Bytes = Bytes(4 * MIB)
+    express_bytes: Bytes = Bytes(MIB)
+    bounce_slots: int = 4
+    transfers: int = 1024
+
+    @property
+    def lane_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    @property
+    def bounce_bytes(self) -> int:
+        return self.bounce_slots * self.slot_bytes
+
+
+class Limits(_Section, frozen=True):
+    max_clients: int = 64
+    clients_per_rank: int = 2
+    max_peers: int = 64
+    max_exports: int = 4096
+    regions_per_client: int = 1024
+    remotes_per_client: int = 4096
+
+
+class Timeouts(_Section, frozen=True):
+    connect_s: float = 5
+    peer_s: float = 10
+    settle_s: float = 2
+    fence_s: float = 3
+    drain_s: float = 10
+    session_linger_s: float = 60
+    predecessor_s: float = 5
+
+
+class Tcp(_Section, frozen=True):
+    congestion: str = ""
+    notsent_lowat: Bytes = Bytes(256 * KIB)
+    user_timeout_s: float = 30
+
+
+class Data(_Section, frozen=True):
+    spin_us: int = -1
+    slices_in_flight: int = 64
+
+
+class Rail(_Section, frozen=True):
+    address: str
+    identity: str = ""
+    nic: str = "tcp"
+    cpu: int = -1
+    port: int = 0
+
+
+class Config(_Section, frozen=True):
+    node: Node = Node()
+    relay: Relay = Relay()
+    limits: Limits = Limits()
+    timeouts: Timeouts = Timeouts()
+    tcp: Tcp = Tcp()
+    data: Data = Data()
+    rail: tuple[Rail, ...] = (Rail(address="127.0.0.1"),)
+
+    @property
+    def spin_us(self) -> int:
+        if self.data.spin_us >= 0:
+            return self.data.spin_us
+        return 20 if len(os.sched_getaffinity(0)) > len(self.rail) else 0
+
+    def identity(self, rail: int) -> str:
+        return self.rail[rail].identity or f"rail{rail}"
+
+    def rail_of(self, rank: int) -> int | None:
+        """None for a rank that rail_of_rank does not name."""
+        if not self.node.rail_of_rank:
+            return rank % len(self.rail)
+        return self.node.rail_of_rank[rank] if rank < len(self.node.rail_of_rank) else None
+
+    def socket_path(self) -> Path:
+        """Where the control socket goes; makes a default directory. ConfigError."""
+        if self.node.socket:
+            return Path(self.node.socket)
+        try:
+            return paths.default_socket(self.node.instance, create=True)
+        except (OSError, ConnectError) as failure:
+            raise ConfigError(f"node.socket: no directory for the control socket ({failure}); name a path") from None
+
+
+# Option -> smallest and largest value.
+_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "node.port": (0, 65535),
+    "relay.slots": (2, abi.CONSTANTS["MAX_SLOTS"]),
+    "relay.slot_bytes": (CELL_BYTES, GIB),
+    "relay.table_entries": (1, 16384),
+    "relay.ring_slices": (2, 65536),
+    "relay.ring_tables": (1, 4096),
+    "relay.direct_slice_bytes": (CELL_BYTES, GIB),
+    "relay.express_bytes": (0, GIB),
+    "relay.bounce_slots": (1, abi.CONSTANTS["MAX_SLOTS"]),
+    "relay.transfers": (1, 1 << 20),
+    "limits.max_clients": (1, MAX_CLIENTS),
+    "limits.clients_per_rank": (1, MAX_CLIENTS),
+    "limits.max_peers": (1, 1024),
+    "limits.max_exports": (1, 1 << 20),
+    "limits.regions_per_client": (1, 1 << 20),
+    "limits.remotes_per_client": (1, 1 << 20),
+    "timeouts.connect_s": (0.05, 600),
+    "timeouts.peer_s": (0.1, 600),
+    "timeouts.settle_s": (0, 600),
+    "timeouts.fence_s": (0, 600),
+    "timeouts.drain_s": (0, 3600),
+    "timeouts.session_linger_s": (0, 3600),
+    "timeouts.predecessor_s": (0, 600),
+    "tcp.notsent_lowat": (4 * KIB, GIB),
+    "tcp.user_timeout_s": (1, 3600),
+    "data.spin_us": (-1, 1_000_000),
+    "data.slices_in_flight": (1, 4096),
+}
+_RAIL_RANGES: Final[dict[str, tuple[int, int]]] = {"cpu": (-1, 4095), "port": (0, 65535)}
+
+
+def load(path: Path | None) -> Config:
+    """The configuration in a file, or the defaults. ConfigError."""
+    if path is None:
+        return parse("")
+    try:
+        return parse(path.read_text())
+    except OSError as failure:
+        raise ConfigError(f"{path}: {failure.strerror}") from None
+    except UnicodeDecodeError as failure:
+        raise ConfigError(f"{path}: not UTF-8 text ({failure.reason} at byte {failure.start})") from None
+
+
+def parse(text: str) -> Config:
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as failure:
+        raise ConfigError(f"not TOML: {failure}") from None
+    try:
+        config = msgspec.convert(raw, Config, dec_hook=_decode)
+    except msgspec.ValidationError as failure:
+        raise ConfigError(_explained(str(failure), raw)) from None
+    _check(config)
+    return config
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind is Bytes:
+        return Bytes.parse(value)
+    raise NotImplementedError(kind)
+
+
+def _explained(text: str, raw: object) -> str:
+    """msgspec's "Expected ... - at `$.relay.slots`" with the option first and the value that was found."""
+    reason, _, where = text.partition(" - at `$")
+    path = where.rstrip("`").lstrip(".")
+    found: object = raw
+    for step in re.findall(r"\w+", path):
+        if isinstance(found, list):
+            found = found[int(step)]
+        elif isinstance(found, dict):
+            found = found.get(step)
+    field = re.search(r"(unknown|missing required) field `(\w+)`", reason)
+    if field:
+        return f"{path}{path and '.'}{field[2]}: {'no such option' if field[1] == 'unknown' else 'required'}"
+    return f"{path or 'file'}: {_shown(found)}: {reason[:1].lower() + reason[1:].replace('`', '')}"
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value, default=str)
+
+
+def _check(config: Config) -> None:
+    for option, (least, most) in _RANGES.items():
+        section, name = option.split(".")
+        _check_range(option, getattr(getattr(config, section), name), least, most)
+    relay = config.relay
+    _demand(relay.slot_bytes % CELL_BYTES == 0, "relay.slot_bytes", relay.slot_bytes, f"a multiple of {CELL_BYTES}")
+    _demand(relay.ring_slices.bit_count() == 1, "relay.ring_slices", relay.ring_slices, "a power of two")
+    _check_node(config)
+    _demand(1 <= len(config.rail) <= MAX_RAILS, "rail", len(config.rail), f"1 to {MAX_RAILS} [[rail]] sections")
+    for index in range(len(config.rail)):
+        _check_rail(config, index)
+
+
+def _check_node(config: Config) -> None:
+    node = config.node
+    instance = re.fullmatch(r"[A-Za-z0-9_-]{1,32}", node.instance)
+    _demand(instance is not None, "node.instance", node.instance, "1 to 32 letters, digits, '-' or '_'")
+    short = len(os.fsencode(node.socket)) <= SOCKET_PATH_BYTES
+    _demand(short, "node.socket", node.socket, f"a path of at most {SOCKET_PATH_BYTES} bytes")
+    usable = node.host not in ("", "0.0.0.0", "::") and (":" not in node.host or _address(node.host) is not None)
+    _demand(usable, "node.host", node.host, "an address or name under which peers reach this node, without a port")
+    for rank, rail in enumerate(node.rail_of_rank):
+        _check_range(f"node.rail_of_rank[{rank}]", rail, 0, len(config.rail) - 1)
+    if node.group:
+        try:
+            grp.getgrnam(node.group)
+        except KeyError:
+            raise ConfigError(f"node.group: {_shown(node.group)}: there is no such group") from None
+
+
+def _check_rail(config: Config, index: int) -> None:
+    rail, name = config.rail[index], f"rail[{index}]"
+    address = _address(rail.address)
+    usable = address is not None and not address.is_unspecified and not address.is_multicast
+    _demand(usable, f"{name}.address", rail.address, "the IPv4 or IPv6 address of the rail's interface")
+    _demand(rail.nic == "tcp", f"{name}.nic", rail.nic, 'one of "tcp"')
+    for option, (least, most) in _RAIL_RANGES.items():
+        _check_range(f"{name}.{option}", getattr(rail, option), least, most)
+    cores = sorted(os.sched_getaffinity(0))
+    _demand(rail.cpu < 0 or rail.cpu in cores, f"{name}.cpu", rail.cpu, f"-1 or one of the usable cores {cores}")
+    identity = config.identity(index)
+    _demand(len(identity.encode()) < 32, f"{name}.identity", identity, "at most 31 bytes")
+    first = [config.identity(other) for other in range(index)]
+    _demand(identity not in first, f"{name}.identity", identity, "different on each rail of a node")
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def _check_range(option: str, value: float, least: float, most: float) -> None:
+    _demand(
+        least <= value <= most,
+        option,
+        value,
+        f"{least:g} to {most:g}" if least != int(least) else f"{int(least)} to {int(most)}",
+    )
+
+
+def _demand(good: bool, option: str, value: object, expected: str) -> None:
+    if not good:
+        raise ConfigError(f"{option}: {_shown(value)}: expected {expected}")

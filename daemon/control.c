@@ -1,0 +1,769 @@
+/* The main thread's side of the data plane: it owns clients, regions, exports and connections, and changes what rail
+ * threads use only by commands that each rail runs between two of its cycles. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "nic.h"
+
+static const struct rr_nic_ops *const nics[] = {&rr_tcp_nic};
+
+static void *area(const void *segment, uint32_t id)
+{
+    const struct rr_segment_header *header = segment;
+    const struct rr_area *areas = (const struct rr_area *)((const uint8_t *)segment + RR_AREA_TABLE_OFFSET);
+    for (uint32_t i = 0; i < header->area_count && i < RR_AREAS_MAX; i++)
+        if (areas[i].id == id) return (uint8_t *)segment + areas[i].offset;
+    return NULL;
+}
+
+struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
+                                 uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns)
+{
+    struct rr_plane *plane = calloc(1, sizeof *plane);
+    if (!plane) return NULL;
+    plane->node = node;
+    plane->instance = instance;
+    plane->max_clients = plane->node->max_clients;
+    plane->max_peers = max_peers;
+    plane->max_sessions = max_sessions;
+    plane->max_exports = max_exports;
+    plane->regions_per_client = regions_per_client;
+    plane->remotes_per_client = remotes_per_client;
+    plane->slots = plane->node->slots;
+    plane->table_entries = plane->node->table_entries;
+    plane->bounce_slots = plane->node->bounce_slots;
+    plane->slot_bytes = plane->node->slot_bytes;
+    plane->spin_ns = spin_ns;
+    plane->rail_states = area(node, RR_AREA_RAILS);
+    plane->lane_states = area(node, RR_AREA_LANES);
+    plane->clients = calloc(plane->max_clients, sizeof *plane->clients);
+    plane->exports = calloc(max_exports, sizeof *plane->exports);
+    plane->event_capacity = 1024;
+    plane->events = calloc(plane->event_capacity, sizeof *plane->events);
+    plane->holder_capacity = 1024;
+    plane->holders = calloc(plane->holder_capacity, sizeof *plane->holders);
+    plane->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    pthread_mutex_init(&plane->event_lock, NULL);
+    if (!plane->rail_states || !plane->lane_states || !plane->clients || !plane->exports || !plane->events || !plane->holders ||
+        plane->event_fd < 0 || plane->max_clients > RR_MAX_CLIENTS || rr_guard_install()) {
+        rr_plane_free(plane);
+        return NULL;
+    }
+    return plane;
+}
+
+int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint32_t slices_in_flight)
+{
+    const struct rr_nic_ops *ops = NULL;
+    for (size_t i = 0; i < sizeof nics / sizeof *nics; i++)
+        if (strcmp(nics[i]->name, nic) == 0) ops = nics[i];
+    if (!ops) return -ENOTSUP;
+    if (plane->rail_count == RR_MAX_RAILS || plane->rail_count == plane->node->rails) return -ENOSPC;
+    struct rr_rail *rail = &plane->rails[plane->rail_count];
+    rail->plane = plane;
+    rail->number = (int)plane->rail_count;
+    rail->cpu = cpu;
+    rail->slices_in_flight = slices_in_flight;
+    rail->state = &plane->rail_states[rail->number];
+    rail->counters = rail->state->counters;
+    rail->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    rail->paths = calloc((size_t)plane->max_peers * RR_MAX_RAILS * RR_CLASSES, sizeof *rail->paths);
+    pthread_mutex_init(&rail->command_lock, NULL);
+    if (rail->kick_fd < 0 || !rail->paths) return -ENOMEM;
+    rail->nic = ops->open(rail);
+    if (!rail->nic) return -errno;
+    return (int)plane->rail_count++;
+}
+
+int rr_plane_start(struct rr_plane *plane)
+{
+    for (uint32_t i = 0; i < plane->rail_count; i++) {
+        struct rr_rail *rail = &plane->rails[i];
+        if (rail->started) continue;
+        int error = pthread_create(&rail->thread, NULL, rr_rail_main, rail);
+        if (error) return -error;
+        rail->started = 1;
+    }
+    return 0;
+}
+
+void rr_plane_stop(struct rr_plane *plane)
+{
+    for (uint32_t i = 0; i < plane->rail_count; i++) {
+        rr_store_release_u32(&plane->rails[i].stop, 1);
+        if (plane->rails[i].started) rr_rail_wake(&plane->rails[i]);
+    }
+    for (uint32_t i = 0; i < plane->rail_count; i++) {
+        struct rr_rail *rail = &plane->rails[i];
+        if (rail->started) pthread_join(rail->thread, NULL);
+        rail->started = 0;
+        if (rail->nic) rail->nic->ops->close(rail->nic);
+        rail->nic = NULL;
+        for (struct rr_command *command = rail->command_first, *next; command; command = next) {
+            next = command->next;
+            free(command);
+        }
+        rail->command_first = rail->command_last = NULL;
+        while (rail->deferred) {
+            struct rr_deferred *next = rail->deferred->next;
+            free(rail->deferred);
+            rail->deferred = next;
+        }
+    }
+}
+
+static void free_client(struct rr_plane *plane, struct rr_client *client)
+{
+    for (uint32_t i = 0; i < plane->rail_count; i++) {
+        struct rr_port *port = &client->ports[i];
+        if (port->kick_fd > 0) close(port->kick_fd);
+        rr_source_free(&port->lane_source);
+        rr_source_free(&port->ring_source);
+        rr_unmap(port->lane_memory);
+        rr_unmap(port->bouncer.memory);
+        free(port->bouncer.pending);
+        free(port->bouncer.reserved_by);
+        free(port->bouncer.waits);
+    }
+    for (uint32_t i = 0; client->regions && i < plane->regions_per_client; i++) rr_unmap(client->regions[i].mapping);
+    free(client->contexts);
+    free(client->regions);
+    free(client->remotes);
+    free(client->tombstones);
+    free(client->header);
+    rr_unmap(client->segment);
+    free(client);
+}
+
+void rr_plane_free(struct rr_plane *plane)
+{
+    if (!plane) return;
+    rr_plane_stop(plane);
+    for (uint32_t i = 0; plane->clients && i < plane->max_clients; i++)
+        if (plane->clients[i]) free_client(plane, plane->clients[i]);
+    for (uint32_t i = 0; i < plane->rail_count; i++) {
+        free(plane->rails[i].paths);
+        close(plane->rails[i].kick_fd);
+    }
+    while (plane->fences) {
+        struct rr_fence_record *next = plane->fences->next;
+        free(plane->fences);
+        plane->fences = next;
+    }
+    if (plane->event_fd >= 0) close(plane->event_fd);
+    free(plane->clients);
+    free(plane->exports);
+    free(plane->events);
+    free(plane->holders);
+    free(plane);
+}
+
+/* ---- events ---- */
+
+void rr_event_push(struct rr_plane *plane, int64_t kind, int64_t rail, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e)
+{
+    pthread_mutex_lock(&plane->event_lock);
+    if (plane->event_count == plane->event_capacity) {
+        struct rr_event *more = realloc(plane->events, 2 * plane->event_capacity * sizeof *more);
+        if (!more) abort();
+        plane->events = more;
+        plane->event_capacity *= 2;
+    }
+    plane->events[plane->event_count++] = (struct rr_event){kind, rail, a, b, c, d, e};
+    int first = plane->event_count == 1;
+    pthread_mutex_unlock(&plane->event_lock);
+    if (first) rr_kick(plane->event_fd);
+}
+
+uint32_t rr_plane_take_events(struct rr_plane *plane, struct rr_event *out, uint32_t max)
+{
+    uint64_t ignored;
+    ssize_t got = read(plane->event_fd, &ignored, sizeof ignored);
+    (void)got;
+    pthread_mutex_lock(&plane->event_lock);
+    uint32_t count = plane->event_count < max ? plane->event_count : max;
+    memcpy(out, plane->events, count * sizeof *out);
+    plane->event_count -= count;
+    memmove(plane->events, plane->events + count, plane->event_count * sizeof *out);
+    int more = plane->event_count != 0;
+    pthread_mutex_unlock(&plane->event_lock);
+    if (more) rr_kick(plane->event_fd);
+    return count;
+}
+
+static void done(struct rr_rail *rail, const struct rr_command *command, int64_t value)
+{
+    if (command->cookie) rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)command->cookie, value, 0, 0, 0);
+}
+
+static void to_all(struct rr_plane *plane, struct rr_command command)
+{
+    for (uint32_t i = 0; i < plane->rail_count; i++) rr_rail_command(&plane->rails[i], command);
+}
+
+/* ---- clients ---- */
+
+static struct rr_client *client_at(struct rr_plane *plane, uint32_t client) { return client < plane->max_clients ? plane->clients[client] : NULL; }
+
+static void run_attach(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_client *client = command->pointer;
+    struct rr_port *port = &client->ports[rail->number];
+    port->attached = 1;
+    rail->nic->ops->watch_kick(rail->nic, port->kick_fd, 1);
+    rail->by_number[client->number] = client;
+    rail->clients[rail->client_count++] = client;
+    done(rail, command, 0);
+}
+
+int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t serial, int fd, uint64_t bytes, uint64_t cookie)
+{
+    if (number >= plane->max_clients || plane->clients[number]) return -EBUSY;
+    struct rr_client *client = calloc(1, sizeof *client);
+    if (!client) return -ENOMEM;
+    int error = 0;
+    client->segment = rr_map(fd, 0, bytes, &error);
+    if (!client->segment) {
+        free(client);
+        return -error;
+    }
+    void *base = client->segment->base;
+    /* A private copy: the client may scribble over the shared one. */
+    struct rr_segment_header *header = malloc(sizeof *header);
+    struct rr_lane *lanes = area(base, RR_AREA_LANE);
+    struct rr_ring *rings = area(base, RR_AREA_RINGS);
+    struct rr_bounce *bounces = area(base, RR_AREA_BOUNCES);
+    client->plane = plane;
+    client->number = number;
+    client->serial = serial;
+    client->control = area(base, RR_AREA_CONTROL);
+    client->transfers = area(base, RR_AREA_TRANSFERS);
+    client->slot_heads = area(base, RR_AREA_SLOT_HEADS);
+    client->slot_tables = area(base, RR_AREA_SLOT_TABLES);
+    client->ring_slices = area(base, RR_AREA_RING_SLICES);
+    client->ring_tables = area(base, RR_AREA_RING_TABLES);
+    client->contexts = header ? calloc(((struct rr_segment_header *)base)->transfers, sizeof *client->contexts) : NULL;
+    client->regions = calloc(plane->regions_per_client, sizeof *client->regions);
+    client->remotes = calloc(plane->remotes_per_client, sizeof *client->remotes);
+    int good = header && lanes && rings && bounces && client->control && client->transfers && client->slot_heads && client->slot_tables &&
+               client->ring_slices && client->ring_tables && client->contexts && client->regions && client->remotes;
+    if (header) memcpy(header, base, sizeof *header);
+    client->header = header;
+    if (good) client->transfer_count = header->transfers;
+    for (uint32_t i = 0; good && i < plane->rail_count; i++) {
+        struct rr_port *port = &client->ports[i];
+        port->ring.ring = &rings[i];
+        port->ring.slices = client->ring_slices + (size_t)i * header->ring_slices;
+        port->ring.mask = header->ring_slices - 1;
+        port->lane.lane = &lanes[i];
+        port->state = &plane->lane_states[i * plane->max_clients + number];
+        memset(&port->state->head, 0, sizeof *port->state - offsetof(struct rr_lane_state, head));
+        port->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        rr_source_init(&port->ring_source, client, plane->rails[i].slices_in_flight, plane->table_entries,
+                       plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 0);
+        good = port->kick_fd > 0 && port->ring_source.works;
+    }
+    if (!good) {
+        free_client(plane, client);
+        return -ENOMEM;
+    }
+    plane->clients[number] = client;
+    to_all(plane, (struct rr_command){.run = run_attach, .cookie = cookie, .pointer = client});
+    return 0;
+}
+
+static int of_client(const struct rr_work *work, const void *context) { return work->source->client == context; }
+
+static void run_detach(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_client *client = command->pointer;
+    struct rr_port *port = &client->ports[rail->number];
+    if (!port->attached) return;
+    port->attached = 0;
+    port->detaching = 1;
+    rail->nic->ops->watch_kick(rail->nic, port->kick_fd, 0);
+    rail->by_number[client->number] = NULL;
+    for (uint32_t i = 0; i < rail->client_count; i++) {
+        if (rail->clients[i] != client) continue;
+        rail->clients[i] = rail->clients[--rail->client_count];
+        break;
+    }
+    rail->nic->ops->drop_bounces(rail->nic, client);
+    rr_purge(rail, of_client, client, RR_CLIENT_GONE);
+    rr_client_drained(rail, client);
+}
+
+int rr_plane_detach_client(struct rr_plane *plane, uint32_t number)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client) return -ENOENT;
+    rr_store_relaxed_u32(&client->faulted, RR_CLIENT_GONE);
+    to_all(plane, (struct rr_command){.run = run_detach, .pointer = client});
+    return 0;
+}
+
+void rr_plane_release_client(struct rr_plane *plane, uint32_t number)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client) return;
+    plane->clients[number] = NULL;
+    free_client(plane, client);
+}
+
+static void run_lease(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_client *client = command->pointer;
+    struct rr_port *port = &client->ports[rail->number];
+    rr_lane_consumer_init(&port->lane, port->lane.lane, rail->plane->slots);
+    port->lane_memory = (struct rr_mapping *)(uintptr_t)command->a;
+    done(rail, command, 0);
+}
+
+int rr_plane_lease_lane(struct rr_plane *plane, uint32_t number, uint32_t rail, int fd, uint64_t bytes, uint64_t generation, uint64_t cookie)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || rail >= plane->rail_count) return -ENOENT;
+    struct rr_port *port = &client->ports[rail];
+    if (port->lane_source.works) return -EBUSY;
+    if (bytes < plane->slots * plane->slot_bytes) return -EINVAL;
+    int error = 0;
+    struct rr_mapping *memory = rr_map(fd, 0, bytes, &error);
+    if (!memory) return -error;
+    rr_source_init(&port->lane_source, client, plane->slots, plane->table_entries, plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 1);
+    if (!port->lane_source.works) {
+        rr_unmap(memory);
+        return -ENOMEM;
+    }
+    rr_store_release_u64(&port->lane.lane->generation, generation);
+    rr_rail_command(&plane->rails[rail],
+                    (struct rr_command){.run = run_lease, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)memory});
+    return 0;
+}
+
+static void run_bounce(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_client *client = command->pointer;
+    struct rr_bouncer *bouncer = &client->ports[rail->number].bouncer;
+    bouncer->shared = (struct rr_bounce *)(uintptr_t)command->a;
+    done(rail, command, 0);
+}
+
+int rr_plane_add_bounce(struct rr_plane *plane, uint32_t number, uint32_t rail, int fd, uint64_t bytes, uint64_t cookie)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || rail >= plane->rail_count) return -ENOENT;
+    struct rr_bouncer *bouncer = &client->ports[rail].bouncer;
+    if (bouncer->memory) return -EBUSY;
+    if (bytes < plane->bounce_slots * plane->slot_bytes) return -EINVAL;
+    int error = 0;
+    struct rr_mapping *memory = rr_map(fd, 0, bytes, &error);
+    if (!memory) return -error;
+    void *base = client->segment->base;
+    struct rr_bounce *shared = (struct rr_bounce *)area(base, RR_AREA_BOUNCES) + rail;
+    bouncer->slots = plane->bounce_slots;
+    bouncer->frames = (struct rr_bounce_frame *)area(base, RR_AREA_BOUNCE_HEADS) + (size_t)rail * bouncer->slots;
+    bouncer->runs = (struct rr_run *)area(base, RR_AREA_BOUNCE_RUNS) + (size_t)rail * bouncer->slots * plane->table_entries;
+    bouncer->pending = calloc(bouncer->slots, sizeof *bouncer->pending);
+    bouncer->reserved_by = calloc(bouncer->slots, sizeof *bouncer->reserved_by);
+    bouncer->waits = calloc(RR_BOUNCE_WAITS, sizeof *bouncer->waits);
+    bouncer->memory = memory;
+    if (!bouncer->pending || !bouncer->reserved_by || !bouncer->waits) return -ENOMEM;
+    rr_rail_command(&plane->rails[rail],
+                    (struct rr_command){.run = run_bounce, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)shared});
+    return 0;
+}
+
+int rr_plane_add_region(struct rr_plane *plane, uint32_t number, uint32_t region, int fd, uint64_t offset, uint64_t bytes)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || region >= plane->regions_per_client) return -ENOENT;
+    struct rr_region *at = &client->regions[region];
+    if (at->valid || at->mapping) return -EBUSY;
+    if (fd >= 0) {
+        uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), into = offset % page;
+        int error = 0;
+        at->mapping = rr_map(fd, offset - into, bytes + into, &error);
+        if (!at->mapping) return -error;
+        at->base = at->mapping->base + into;
+    }
+    at->bytes = bytes;
+    rr_store_release_u32(&at->valid, 1);
+    return 0;
+}
+
+static void run_region_use(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_client *client = command->pointer;
+    struct rr_source *source = &client->ports[rail->number].ring_source;
+    const struct rr_region *region = &client->regions[command->a];
+    int64_t busy = 0;
+    for (uint32_t i = 0; i < source->work_count && region->base; i++) {
+        const struct rr_work *work = &source->works[i];
+        if (work->state == RR_WORK_FREE) continue;
+        for (uint32_t p = 0; p < work->piece_count; p++) {
+            const uint8_t *piece = work->pieces[p].iov_base;
+            if (piece >= region->base && piece < region->base + region->bytes) {
+                busy++;
+                break;
+            }
+        }
+    }
+    done(rail, command, busy);
+}
+
+int rr_plane_remove_region(struct rr_plane *plane, uint32_t number, uint32_t region, uint64_t cookie)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || region >= plane->regions_per_client || !client->regions[region].valid) return -ENOENT;
+    rr_store_release_u32(&client->regions[region].valid, 0);
+    to_all(plane, (struct rr_command){.run = run_region_use, .cookie = cookie, .pointer = client, .a = region});
+    return 0;
+}
+
+void rr_plane_finish_region_removal(struct rr_plane *plane, uint32_t number, uint32_t region, int busy)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || region >= plane->regions_per_client) return;
+    struct rr_region *at = &client->regions[region];
+    if (busy) {
+        rr_store_release_u32(&at->valid, 1);
+        return;
+    }
+    rr_unmap(at->mapping);
+    memset(at, 0, sizeof *at);
+}
+
+int rr_plane_add_remote(struct rr_plane *plane, uint32_t number, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
+                        uint32_t rail, uint32_t owner, uint32_t window_bytes)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || remote >= plane->remotes_per_client || peer >= plane->max_peers || rail >= RR_MAX_RAILS) return -ENOENT;
+    struct rr_remote *at = &client->remotes[remote];
+    rr_store_release_u32(&at->valid, 0);
+    at->peer = peer;
+    at->handle = handle;
+    at->rail = rail;
+    at->bytes = bytes;
+    at->owner = owner;
+    at->window_bytes = window_bytes;
+    rr_store_release_u32(&at->valid, 1);
+    return 0;
+}
+
+void rr_plane_remove_remote(struct rr_plane *plane, uint32_t number, uint32_t remote)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (client && remote < plane->remotes_per_client) rr_store_release_u32(&client->remotes[remote].valid, 0);
+}
+
+/* ---- sending side ---- */
+
+static void run_add_sender(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_path *path = rr_path_of(rail, (uint32_t)command->b, (uint32_t)(command->b >> 32), (uint32_t)(command->c & 1));
+    if (path->connection) {
+        close((int)command->d);
+        return;
+    }
+    rail->nic->ops->add_sender(rail->nic, command->a, path, (uint32_t)(command->c >> 32), (int)command->d);
+}
+
+int rr_plane_add_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
+                        uint32_t epoch, int fd)
+{
+    if (rail >= plane->rail_count || peer >= plane->max_peers || remote_rail >= RR_MAX_RAILS) return -ENOENT;
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_add_sender,
+                                                             .a = connection,
+                                                             .b = (uint64_t)remote_rail << 32 | peer,
+                                                             .c = (uint64_t)epoch << 32 | (express != 0),
+                                                             .d = (uint64_t)fd});
+    return 0;
+}
+
+struct settlement {
+    uint32_t code_count;
+    uint8_t codes[RR_WINDOW];
+};
+
+static void run_settle(struct rr_rail *rail, struct rr_command *command)
+{
+    struct settlement *settlement = command->pointer;
+    struct rr_connection *connection = rail->nic->ops->find(rail->nic, command->a);
+    if (connection) rail->nic->ops->settle(rail->nic, connection, command->b, settlement->codes, settlement->code_count, RR_OK);
+    free(settlement);
+    done(rail, command, connection != NULL);
+}
+
+int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint64_t placed, const uint8_t *codes,
+                           uint32_t code_count, uint64_t cookie)
+{
+    if (rail >= plane->rail_count) return -ENOENT;
+    struct settlement *settlement = malloc(sizeof *settlement);
+    if (!settlement) return -ENOMEM;
+    /* Only the newest codes matter: the window holds no more frames than that. */
+    if (code_count > RR_WINDOW) {
+        codes += code_count - RR_WINDOW;
+        code_count = RR_WINDOW;
+    }
+    settlement->code_count = code_count;
+    memcpy(settlement->codes, codes, code_count);
+    rr_rail_command(&plane->rails[rail],
+                    (struct rr_command){.run = run_settle, .cookie = cookie, .a = connection, .b = placed, .pointer = settlement});
+    return 0;
+}
+
+static void run_close_sender(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_connection *connection = rail->nic->ops->find(rail->nic, command->a);
+    if (connection) rail->nic->ops->lose(rail->nic, connection, ETIMEDOUT);
+}
+
+int rr_plane_close_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection)
+{
+    if (rail >= plane->rail_count) return -ENOENT;
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_close_sender, .a = connection});
+    return 0;
+}
+
+struct path_key {
+    uint32_t peer, remote_rail;
+};
+
+static int of_path(const struct rr_work *work, const void *context)
+{
+    const struct path_key *key = context;
+    return work->peer == key->peer && (key->remote_rail == RR_NONE || work->remote_rail == key->remote_rail);
+}
+
+static void run_fail_path(struct rr_rail *rail, struct rr_command *command)
+{
+    struct path_key key = {(uint32_t)command->a, (uint32_t)command->b};
+    for (uint32_t class_ = 0; class_ < RR_CLASSES; class_++) {
+        struct rr_path *path = rr_path_of(rail, key.peer, key.remote_rail, class_);
+        path->wanted = 0;
+    }
+    rr_purge(rail, of_path, &key, (uint32_t)command->c);
+    done(rail, command, 0);
+}
+
+int rr_plane_fail_path(struct rr_plane *plane, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie)
+{
+    if (rail >= plane->rail_count || peer >= plane->max_peers || remote_rail >= RR_MAX_RAILS) return -ENOENT;
+    rr_rail_command(&plane->rails[rail],
+                    (struct rr_command){.run = run_fail_path, .cookie = cookie, .a = peer, .b = remote_rail, .c = result});
+    return 0;
+}
+
+static void run_drop_peer(struct rr_rail *rail, struct rr_command *command)
+{
+    struct path_key key = {(uint32_t)command->a, RR_NONE};
+    rail->nic->ops->close_senders(rail->nic, key.peer, (uint32_t)command->b);
+    rr_purge(rail, of_path, &key, (uint32_t)command->b);
+    for (uint32_t remote = 0; remote < RR_MAX_RAILS; remote++) {
+        for (uint32_t class_ = 0; class_ < RR_CLASSES; class_++) {
+            struct rr_path *path = rr_path_of(rail, key.peer, remote, class_);
+            path->wanted = path->broken = path->epoch = 0;
+        }
+    }
+    done(rail, command, 0);
+}
+
+int rr_plane_drop_peer(struct rr_plane *plane, uint32_t peer, uint32_t result, uint64_t cookie)
+{
+    if (peer >= plane->max_peers) return -ENOENT;
+    to_all(plane, (struct rr_command){.run = run_drop_peer, .cookie = cookie, .a = peer, .b = result});
+    return 0;
+}
+
+struct holder_query {
+    struct rr_rail *rail;
+    struct rr_client *client;
+    uint32_t transfer, generation;
+    uint64_t cookie;
+    int64_t found;
+};
+
+static void visit_holder(void *context, struct rr_connection *connection, struct rr_work *work)
+{
+    struct holder_query *query = context;
+    struct rr_plane *plane = query->rail->plane;
+    if (work->source->client != query->client || work->transfer != query->transfer || work->generation != query->generation) return;
+    query->found++;
+    pthread_mutex_lock(&plane->event_lock);
+    if (plane->holder_count == plane->holder_capacity) {
+        struct rr_holder *more = realloc(plane->holders, 2 * plane->holder_capacity * sizeof *more);
+        if (!more) abort();
+        plane->holders = more;
+        plane->holder_capacity *= 2;
+    }
+    plane->holders[plane->holder_count++] =
+        (struct rr_holder){query->cookie, query->rail->nic->ops->connection_id(connection), query->rail->number};
+    pthread_mutex_unlock(&plane->event_lock);
+}
+
+static int of_stopped(const struct rr_work *work, const void *context)
+{
+    (void)context;
+    return rr_transfer_stopped(work->source->client, work->transfer, work->generation) != RR_OK;
+}
+
+static void run_purge(struct rr_rail *rail, struct rr_command *command)
+{
+    (void)command;
+    rr_purge(rail, of_stopped, NULL, RR_CANCELLED);
+}
+
+int rr_plane_purge_stopped(struct rr_plane *plane)
+{
+    to_all(plane, (struct rr_command){.run = run_purge});
+    return 0;
+}
+
+static void run_holders(struct rr_rail *rail, struct rr_command *command)
+{
+    struct holder_query query = {rail, command->pointer, (uint32_t)command->a, (uint32_t)command->b, command->cookie, 0};
+    rail->nic->ops->each_posted(rail->nic, visit_holder, &query);
+    done(rail, command, query.found);
+}
+
+int rr_plane_holders(struct rr_plane *plane, uint32_t number, uint32_t transfer, uint32_t generation, uint64_t cookie)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client) return -ENOENT;
+    to_all(plane, (struct rr_command){.run = run_holders, .cookie = cookie, .pointer = client, .a = transfer, .b = generation});
+    return 0;
+}
+
+uint32_t rr_plane_holders_result(struct rr_plane *plane, uint64_t cookie, struct rr_holder *out, uint32_t max)
+{
+    uint32_t count = 0, kept = 0;
+    pthread_mutex_lock(&plane->event_lock);
+    for (uint32_t i = 0; i < plane->holder_count; i++) {
+        if (plane->holders[i].cookie == cookie && count < max)
+            out[count++] = plane->holders[i];
+        else if (plane->holders[i].cookie != cookie)
+            plane->holders[kept++] = plane->holders[i];
+    }
+    plane->holder_count = kept;
+    pthread_mutex_unlock(&plane->event_lock);
+    return count;
+}
+
+/* ---- receiving side ---- */
+
+static void run_add_receiver(struct rr_rail *rail, struct rr_command *command)
+{
+    rail->nic->ops->add_receiver(rail->nic, command->a, (uint32_t)command->b, (int)command->c);
+}
+
+int rr_plane_add_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t session, int fd)
+{
+    if (rail >= plane->rail_count) return -ENOENT;
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_add_receiver, .a = connection, .b = session, .c = (uint64_t)fd});
+    return 0;
+}
+
+static void run_fence(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_connection *connection = rail->nic->ops->find(rail->nic, command->a);
+    if (connection) rail->nic->ops->fence(rail->nic, connection);
+}
+
+int rr_plane_fence_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection)
+{
+    if (rail >= plane->rail_count) return -ENOENT;
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_fence, .a = connection});
+    return 0;
+}
+
+int rr_plane_fence_codes(struct rr_plane *plane, uint64_t connection, uint8_t *codes)
+{
+    int count = -1;
+    pthread_mutex_lock(&plane->event_lock);
+    for (struct rr_fence_record **link = &plane->fences; *link; link = &(*link)->next) {
+        struct rr_fence_record *record = *link;
+        if (record->connection != connection) continue;
+        count = (int)record->code_count;
+        memcpy(codes, record->codes, record->code_count);
+        *link = record->next;
+        free(record);
+        break;
+    }
+    pthread_mutex_unlock(&plane->event_lock);
+    return count;
+}
+
+int rr_plane_add_export(struct rr_plane *plane, uint32_t handle, uint32_t session, uint32_t number, uint32_t region, uint64_t bytes)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || handle >= plane->max_exports || region >= plane->regions_per_client || !client->regions[region].valid) return -ENOENT;
+    if (bytes > client->regions[region].bytes) return -EINVAL;
+    struct rr_export *export = &plane->exports[handle];
+    if (export->valid) return -EBUSY;
+    export->session = session;
+    export->client = number;
+    export->region = region;
+    export->bytes = bytes;
+    export->base = client->regions[region].base;
+    rr_store_release_u32(&export->valid, 1);
+    return 0;
+}
+
+static void run_remove_export(struct rr_rail *rail, struct rr_command *command)
+{
+    rail->nic->ops->refuse(rail->nic, (uint32_t)command->a, (uint32_t)command->b, 0, RR_REGION_GONE);
+    done(rail, command, 0);
+}
+
+int rr_plane_remove_export(struct rr_plane *plane, uint32_t handle, uint64_t cookie)
+{
+    if (handle >= plane->max_exports || !plane->exports[handle].valid) return -ENOENT;
+    rr_store_release_u32(&plane->exports[handle].valid, 0);
+    to_all(plane, (struct rr_command){.run = run_remove_export, .cookie = cookie, .a = plane->exports[handle].client, .b = handle});
+    return 0;
+}
+
+/* Bounce frames with the tag that the client has not copied yet must be gone before the answer. */
+static void run_tombstone(struct rr_rail *rail, struct rr_command *command)
+{
+    rail->nic->ops->refuse(rail->nic, (uint32_t)command->a, RR_NONE, command->b, RR_ABORTED);
+    struct rr_client *client = rail->by_number[command->a];
+    struct rr_bouncer *bouncer = client ? &client->ports[rail->number].bouncer : NULL;
+    if (!bouncer || !bouncer->shared || bouncer->filled == bouncer->reclaimed) {
+        done(rail, command, 0);
+        return;
+    }
+    struct rr_deferred *deferred = malloc(sizeof *deferred);
+    if (!deferred) abort();
+    *deferred = (struct rr_deferred){rail->deferred, (uint32_t)command->a, command->cookie, bouncer->filled};
+    rail->deferred = deferred;
+}
+
+int rr_plane_add_tombstone(struct rr_plane *plane, uint32_t number, uint64_t tag, uint64_t cookie)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client) return -ENOENT;
+    if (!client->tombstones) {
+        uint64_t *table = calloc(2 * RR_TOMBSTONES, sizeof *table);
+        if (!table) return -ENOMEM;
+        rr_store_release_pointer((void **)&client->tombstones, table);
+    }
+    if (tag && client->tombstone_count < RR_TOMBSTONES) {
+        for (uint64_t at = tag * 0x9e3779b97f4a7c15ull >> 47;; at++) {
+            uint64_t *word = &client->tombstones[at % (2 * RR_TOMBSTONES)];
+            if (*word == tag) break;
+            if (*word) continue;
+            rr_store_release_u64(word, tag);
+            client->tombstone_count++;
+            break;
+        }
+    } else {
+        return tag ? -ENOSPC : -EINVAL;
+    }
+    to_all(plane, (struct rr_command){.run = run_tombstone, .cookie = cookie, .a = number, .b = tag});
+    return 0;
+}

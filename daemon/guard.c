@@ -1,0 +1,103 @@
+/* Survives the truncation of shared memory by its owner. POSIX shared memory cannot be sealed, so a client may cut
+ * off its own segment while a rail thread reads it: the SIGBUS handler puts zero pages over the whole mapping, marks
+ * it broken and lets the thread go on; whoever looks at `broken` next ends that client alone. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "plane.h"
+
+#define GUARDS 65536u
+
+/* Read by the signal handler: an entry is in use while bytes != 0; base and broken are written before bytes. */
+static struct {
+    uint8_t *base;
+    uint32_t *broken;
+    uint64_t bytes;
+} guards[GUARDS];
+static uint32_t guards_used;
+static pthread_mutex_t guards_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static int patch(uintptr_t address)
+{
+    uint32_t used = rr_load_acquire_u32(&guards_used);
+    for (uint32_t i = 0; i < used; i++) {
+        uint64_t bytes = rr_load_acquire_u64(&guards[i].bytes);
+        uintptr_t base = (uintptr_t)guards[i].base;
+        if (bytes == 0 || address < base || address - base >= bytes) continue;
+        if (mmap(guards[i].base, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == MAP_FAILED)
+            return 0;
+        rr_store_release_u32(guards[i].broken, 1);
+        return 1;
+    }
+    return 0;
+}
+
+static void on_sigbus(int number, siginfo_t *info, void *context)
+{
+    (void)context;
+    int saved = errno;
+    if (!patch((uintptr_t)info->si_addr)) signal(number, SIG_DFL); /* not ours: fault again and die */
+    errno = saved;
+}
+
+int rr_guard_install(void)
+{
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_sigaction = on_sigbus;
+    action.sa_flags = SA_SIGINFO;
+    return sigaction(SIGBUS, &action, NULL) ? -errno : 0;
+}
+
+int rr_guard_patch(const void *address) { return patch((uintptr_t)address); }
+
+struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error)
+{
+    long page = sysconf(_SC_PAGESIZE);
+    struct rr_mapping *mapping = calloc(1, sizeof *mapping);
+    if (!mapping || bytes == 0 || offset % (uint64_t)page) {
+        *error = mapping ? EINVAL : ENOMEM;
+        free(mapping);
+        return NULL;
+    }
+    mapping->bytes = (bytes + (uint64_t)page - 1) / (uint64_t)page * (uint64_t)page;
+    mapping->base = mmap(NULL, mapping->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)offset);
+    if (mapping->base == MAP_FAILED) {
+        *error = errno;
+        free(mapping);
+        return NULL;
+    }
+    pthread_mutex_lock(&guards_lock);
+    uint32_t i = 0;
+    while (i < GUARDS && guards[i].bytes) i++;
+    if (i < GUARDS) {
+        guards[i].base = mapping->base;
+        guards[i].broken = &mapping->broken;
+        rr_store_release_u64(&guards[i].bytes, mapping->bytes);
+        if (i >= guards_used) rr_store_release_u32(&guards_used, i + 1);
+    }
+    pthread_mutex_unlock(&guards_lock);
+    if (i == GUARDS) {
+        munmap(mapping->base, mapping->bytes);
+        free(mapping);
+        *error = ENFILE;
+        return NULL;
+    }
+    mapping->guard = i;
+    return mapping;
+}
+
+void rr_unmap(struct rr_mapping *mapping)
+{
+    if (!mapping) return;
+    pthread_mutex_lock(&guards_lock);
+    rr_store_release_u64(&guards[mapping->guard].bytes, 0);
+    pthread_mutex_unlock(&guards_lock);
+    munmap(mapping->base, mapping->bytes);
+    free(mapping);
+}

@@ -1,0 +1,216 @@
+"""One control connection between two daemons: framing, requests and replies by id, and its end. Main thread only.
+
+Whatever the other end sends, the worst that happens is that the connection closes with one error record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, TypeVar, cast
+
+import msgspec
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.client.protocol import Message
+from railrelay.daemon.node_state import Report
+
+MAX_UNSENT_BYTES: Final = 16 * 1024 * 1024
+MAX_REQUESTS: Final = 1024
+
+R = TypeVar("R", bound=Message)
+Answer = Message | None
+# Answers a request by its reply, an event by None; RelayError becomes Refused.
+Handlers = Mapping[type[Message], Callable[..., Answer | Awaitable[Answer]]]
+
+_REPLIES: Final = (
+    protocol.Welcome, protocol.Refused, protocol.PeerRegion, protocol.RailToken, protocol.RailFenced,
+    protocol.PeerAborted, protocol.PeerDone,
+)  # fmt: skip
+
+
+class LinkLost(RelayError):
+    """The connection ended before the reply came: whether the request was carried out is not known."""
+
+
+class LinkSilent(RelayError):
+    """No reply came in time; the connection stays open."""
+
+
+class PeerRefused(RelayError):
+    """The peer answered that it will not."""
+
+
+class Link(asyncio.Protocol):
+    def __init__(self, report: Report, ids: itertools.count[int] | None = None) -> None:
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
+        self.address = "?"
+        self.handlers: Handlers = {}
+        self._report = report
+        self._ids = ids or itertools.count(1)
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._heard = False
+        self._pinging: asyncio.Task[None] | None = None
+        self._reason = ""
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def send(self, message: Message) -> None:
+        """Nothing happens on a closed connection."""
+        if self._transport is None or self._reason:
+            return
+        packet = protocol.encode(message)
+        self._transport.write(protocol.LENGTH_PREFIX.pack(len(packet)) + packet)
+        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self.violate(f"does not read: {MAX_UNSENT_BYTES} bytes unsent")
+
+    async def request(self, message: protocol.PeerMessage, reply: type[R], timeout_s: float) -> R:
+        """LinkLost, LinkSilent, PeerRefused."""
+        if self._transport is None or self._reason:
+            raise LinkLost(ErrorCode.CONNECTION_LOST, self._reason or "not connected")
+        assert not isinstance(message, protocol.PeerRegionGone)
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._pending[message.id] = future
+        self.send(message)
+        try:
+            answer = await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise LinkSilent(
+                ErrorCode.PEER_TIMEOUT, f"no answer to {type(message).__name__} within {timeout_s:.3g} s"
+            ) from None
+        finally:
+            self._pending.pop(message.id, None)
+        if isinstance(answer, protocol.Refused):
+            code = ErrorCode(answer.code) if answer.code in set(ErrorCode) else ErrorCode.PEER_REFUSED
+            raise PeerRefused(code, answer.text)
+        if not isinstance(answer, reply):
+            self.violate(f"answered {type(message).__name__} by {type(answer).__name__}")
+            raise LinkLost(ErrorCode.PROTOCOL, self._reason)
+        return answer
+
+    def keep_alive(self, silence_s: float) -> None:
+        """From now on the connection is closed when the other end is silent for so long."""
+        self._pinging = asyncio.get_running_loop().create_task(self._ping(silence_s))
+
+    def violate(self, what: str) -> None:
+        """Closes the connection because of what the other end did."""
+        if not self._reason:
+            origin = f"control connection of {self.address}"
+            self._report(ErrorCode.PROTOCOL, f"{origin}: {what}", key=origin)
+            self.close(what)
+
+    def close(self, reason: str) -> None:
+        """Idempotent; ``closed`` and the waiting requests end at once."""
+        if self._reason:
+            return
+        self._reason = reason
+        if self._transport is not None:
+            self._transport.close()
+            asyncio.get_running_loop().call_later(1.0, self._transport.abort)  # if the other end reads no more
+        if self._pinging is not None and self._pinging is not asyncio.current_task():
+            self._pinging.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(LinkLost(ErrorCode.CONNECTION_LOST, reason))
+        if not self.closed.done():
+            self.closed.set_result(reason)
+
+    # ---- asyncio.Protocol ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self.address = (transport.get_extra_info("peername") or "?")[0]  # without the port: one error record a stranger
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.close(f"connection lost ({exc})" if exc else "closed by the other end")
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = True
+        self._received += data
+        prefix = protocol.LENGTH_PREFIX
+        at = 0
+        while not self._reason and len(self._received) - at >= prefix.size:
+            (length,) = prefix.unpack_from(self._received, at)
+            if length > protocol.PEER_MESSAGE_BYTES:
+                self.violate(f"message of {length} bytes; at most {protocol.PEER_MESSAGE_BYTES}")
+                return
+            if len(self._received) - at - prefix.size < length:
+                break
+            at += prefix.size + length
+            try:
+                message = protocol.peer_message(bytes(self._received[at - length : at]))
+            except msgspec.MsgspecError as failure:
+                self.violate(f"not a message ({failure})")
+                return
+            self._take(message)
+        del self._received[:at]
+
+    def _take(self, message: protocol.PeerMessage) -> None:
+        if isinstance(message, _REPLIES):
+            future = self._pending.get(message.id)
+            if future is not None and not future.done():  # else its waiter has given up
+                future.set_result(message)
+            return
+        if isinstance(message, protocol.Ping):
+            self.send(protocol.PeerDone(message.id))
+            return
+        handler = self.handlers.get(type(message))
+        if handler is None:
+            self.violate(f"unexpected {type(message).__name__}")
+            return
+        if len(self._tasks) >= MAX_REQUESTS:
+            self.violate(f"{MAX_REQUESTS} requests at a time")
+            return
+        try:
+            answer = handler(message)
+        except (RelayError, OSError, ValueError, OverflowError) as failure:
+            self._refuse(message, failure)
+            return
+        if inspect.iscoroutine(answer):
+            task = asyncio.get_running_loop().create_task(self._answer(message, answer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif answer is not None:
+            self.send(cast("Message", answer))
+
+    async def _answer(self, message: protocol.PeerMessage, work: Awaitable[Answer]) -> None:
+        try:
+            answer = await work
+        except (RelayError, OSError, ValueError, OverflowError) as failure:
+            self._refuse(message, failure)
+        else:
+            if answer is not None:
+                self.send(answer)
+
+    def _refuse(self, message: protocol.PeerMessage, failure: Exception) -> None:
+        if not isinstance(failure, RelayError):
+            failure = RelayError(ErrorCode.INTERNAL, f"{type(message).__name__}: {failure}")
+            self._report(failure.code, failure.text)
+        if not isinstance(message, protocol.PeerRegionGone):
+            self.send(protocol.Refused(message.id, failure.code, failure.text))
+
+    async def _ping(self, silence_s: float) -> None:
+        while True:
+            self._heard = False
+            await asyncio.sleep(silence_s / 2)
+            if self._heard:
+                continue
+            try:
+                await self.request(protocol.Ping(self.new_id()), protocol.PeerDone, silence_s / 2)
+            except LinkLost:
+                return
+            except RelayError:
+                self._report(
+                    ErrorCode.PEER_TIMEOUT, f"control connection of {self.address}: silent for {silence_s:g} s"
+                )
+                self.close(f"silent for {silence_s:g} s")
+                return

@@ -1,0 +1,114 @@
+"""The command railrelayd: options, logging, signals, exit codes (0 clean, 1 other error, 2 configuration, 3 instance
+taken, 4 no memory)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from railrelay.daemon import config
+from railrelay.daemon.conductor import Conductor
+from railrelay.daemon.config import Config, ConfigError
+from railrelay.daemon.instance import InstanceTaken
+from railrelay.shm_layout.segment import NoSharedMemory
+
+log = logging.getLogger("railrelay")
+
+
+def main() -> int:
+    options = _options()
+    if options.print_example:
+        sys.stdout.write(config.EXAMPLE)
+        return 0
+    under_systemd = "JOURNAL_STREAM" in os.environ
+    logging.basicConfig(
+        level=logging.DEBUG if options.verbose else logging.INFO,
+        format=f"{'' if under_systemd else '%(asctime)s '}railrelayd[%(process)d] %(levelname)s %(message)s",
+    )
+    try:
+        loaded = config.load(options.config)
+        if options.check:
+            log.info("%s: good", options.config or "configuration")
+            return 0
+        uvloop.run(_serve(loaded, options.ready_fd))
+    except ConfigError as failure:
+        log.critical("%s: %s", options.config or "configuration", failure)
+        return 2
+    except InstanceTaken as failure:
+        log.critical("%s", failure)
+        return 3
+    except NoSharedMemory as failure:
+        log.critical("%s", failure.strerror)
+        return 4
+    except MemoryError as failure:
+        log.critical("%s", failure)
+        return 4
+    except OSError as failure:
+        log.critical("%s", failure.strerror or failure)
+        return 1
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="railrelayd", description="Per-node relay daemon for KV-cache transfer.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without one: one rail on 127.0.0.1")
+    parser.add_argument("--check", action="store_true", help="only check the configuration")
+    parser.add_argument("--print-example", action="store_true", help="print a configuration with all options and exit")
+    parser.add_argument(
+        "--ready-fd", type=int, metavar="N", help="write one line of JSON to this descriptor once ready"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log more")
+    return parser.parse_args()
+
+
+async def _serve(loaded: Config, ready_fd: int | None) -> None:
+    loop = asyncio.get_running_loop()
+    conductor = Conductor(loaded)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await conductor.start()
+    loop.set_exception_handler(conductor.on_exception)
+    try:
+        _say_ready(conductor, ready_fd)
+        await stop.wait()
+        _notify("STOPPING=1")
+        await conductor.drain()
+    finally:
+        await conductor.close()
+    log.info("ended")
+
+
+def _say_ready(conductor: Conductor, ready_fd: int | None) -> None:
+    facts = {
+        "instance": conductor.config.node.instance,
+        "session": conductor.session,
+        "socket": str(conductor.socket_path),
+    }
+    log.info("ready instance=%(instance)s session=%(session)s socket=%(socket)s", facts)
+    if ready_fd is not None:
+        with open(ready_fd, "wb") as ready:
+            ready.write(msgspec.json.encode(facts) + b"\n")
+    _notify("READY=1")
+
+
+def _notify(state: str) -> None:
+    """Tells systemd, if it started us."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.sendto(state.encode(), address.replace("@", "\0", 1) if address.startswith("@") else address)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Shared memory that the daemon makes for a client: its segment, relay memory of its lanes, bounce memory. Runs on
+worker threads: reserving a lane's 144 MiB takes longer than the event loop may stand still."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from railrelay.daemon.config import Config
+from railrelay.daemon.node_state import shape
+from railrelay.shm_layout import abi, segment
+from railrelay.shm_layout.segment import AreaPlan, Segment
+
+
+@dataclass
+class Memory:
+    """A named object and its descriptor, until the descriptor has been handed on. close() forgets both; idempotent."""
+
+    name: str
+    fd: int
+    nbytes: int
+
+    def close_fd(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def close(self) -> None:
+        self.close_fd()
+        if self.name:
+            segment.unlink(self.name)
+            self.name = ""
+
+
+def reserve(name: str, nbytes: int) -> Memory:
+    """NoSharedMemory."""
+    return Memory(name, segment.create_object(name, nbytes, 0o600), nbytes)
+
+
+def client_segment(config: Config, name: str, *, instance: int, client: int, serial: int, pid: int) -> Segment:
+    """The segment of a client, published. NoSharedMemory."""
+    constants, relay, rails = abi.CONSTANTS, config.relay, len(config.rail)
+    made = segment.create(
+        name,
+        constants["SEGMENT_CLIENT"],
+        [
+            AreaPlan(constants["AREA_CONTROL"], "client_control", 1),
+            AreaPlan(constants["AREA_LANE"], "lane", rails),
+            AreaPlan(constants["AREA_SLOT_HEADS"], "slice", rails * relay.slots),
+            AreaPlan(constants["AREA_SLOT_TABLES"], "block", rails * relay.slots, relay.table_entries),
+            AreaPlan(constants["AREA_RINGS"], "ring", rails),
+            AreaPlan(constants["AREA_RING_SLICES"], "slice", rails * relay.ring_slices),
+            AreaPlan(constants["AREA_RING_TABLES"], "block", rails * relay.ring_tables, relay.table_entries),
+            AreaPlan(constants["AREA_TRANSFERS"], "transfer", relay.transfers),
+            AreaPlan(constants["AREA_BOUNCES"], "bounce", rails),
+            AreaPlan(constants["AREA_BOUNCE_HEADS"], "bounce_frame", rails * relay.bounce_slots),
+            AreaPlan(constants["AREA_BOUNCE_RUNS"], "run", rails * relay.bounce_slots, relay.table_entries),
+        ],
+        {**shape(config), "instance": instance, "client": client, "client_serial": serial},
+        mode=0o600,
+        owner_pid=pid,
+    )
+    made.publish()
+    return made

@@ -1,0 +1,51 @@
+/* The seam between a rail and its NIC. One implementation a transport (tcp_nic.c); all calls on the rail's thread.
+ *
+ * A connection carries frames one way, from a sender to a receiver, each numbered from 1, and answers each frame with
+ * a result. A NIC takes work from its path with rr_path_next and gives each piece back exactly once with rr_work_done
+ * (or, after a loss, through settle), after which nothing reads the work's source. */
+#ifndef RAILRELAY_NIC_H
+#define RAILRELAY_NIC_H
+
+#include "plane.h"
+
+struct rr_nic_ops {
+    const char *name;
+    struct rr_nic *(*open)(struct rr_rail *rail);
+    void (*close)(struct rr_nic *nic);
+    /* Lets poll return when this eventfd is written; descriptors of one client, removed before they are closed. */
+    int (*watch_kick)(struct rr_nic *nic, int fd, int watch);
+    /* Sends what the path's slices and connections allow; work count. */
+    int (*post)(struct rr_nic *nic, struct rr_path *path);
+    /* Waits up to timeout_ns (0: only look) for the NIC or the rail's kick, and moves what is ready; work count. */
+    int (*poll)(struct rr_nic *nic, int64_t timeout_ns);
+    struct rr_connection *(*add_sender)(struct rr_nic *nic, uint64_t id, struct rr_path *path, uint32_t epoch, int fd);
+    void (*add_receiver)(struct rr_nic *nic, uint64_t id, uint32_t session, int fd);
+    struct rr_connection *(*find)(struct rr_nic *nic, uint64_t id);
+    /* Sender: stops using the connection as if it had failed; RR_EVENT_SENDER_LOST follows. */
+    void (*lose)(struct rr_nic *nic, struct rr_connection *connection, int error);
+    /* Sender, lost: frames up to placed ended with codes (the last code_count of them); the rest is queued again, or
+     * fails with `otherwise` if that is not RR_OK. Frees the connection. */
+    void (*settle)(struct rr_nic *nic, struct rr_connection *connection, uint64_t placed, const uint8_t *codes, uint32_t code_count,
+                   uint32_t otherwise);
+    /* Receiver: nothing more is placed; RR_EVENT_RECEIVER_FENCED follows and the connection is freed. */
+    void (*fence)(struct rr_nic *nic, struct rr_connection *connection);
+    /* Receiver: frames under way to this export (or with this tag to this client) are refused from now on. */
+    void (*refuse)(struct rr_nic *nic, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result);
+    /* Calls visit for each posted piece of work. */
+    void (*each_posted)(struct rr_nic *nic, void (*visit)(void *context, struct rr_connection *connection, struct rr_work *work),
+                        void *context);
+    void (*close_senders)(struct rr_nic *nic, uint32_t peer, uint32_t result);
+    /* Bounce memory of a client: give grants and acknowledgements for what the client has emptied; work count. */
+    int (*reclaim)(struct rr_nic *nic, struct rr_client *client);
+    void (*drop_bounces)(struct rr_nic *nic, struct rr_client *client);
+    uint64_t (*connection_id)(const struct rr_connection *connection);
+};
+
+struct rr_nic {
+    const struct rr_nic_ops *ops;
+    struct rr_rail *rail;
+};
+
+extern const struct rr_nic_ops rr_tcp_nic;
+
+#endif

@@ -1,0 +1,417 @@
+"""Sending side: the daemons that local clients send to, one control connection each, rail connections to them, and what
+happens when one of these is lost. Main thread only.
+
+A lost rail connection is settled by the receiver's word alone (FenceRail). While a peer is silent its slices stay as
+they are; only its return, as the same instance or as another, decides about them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeVar
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode, RelayError, Result
+from railrelay.client.protocol import Message, RailFacts
+from railrelay.daemon import rails
+from railrelay.daemon.client import Client
+from railrelay.daemon.context import Context
+from railrelay.daemon.link import Answer, Link, LinkLost, LinkSilent, PeerRefused
+from railrelay.daemon.rows import Rows
+from railrelay.shm_layout.segment import PeerState
+
+FIRST_PAUSE_S: Final = 0.05
+LONGEST_PAUSE_S: Final = 2.0
+MOST_CODES: Final = 4096
+
+log = logging.getLogger("railrelay")
+
+R = TypeVar("R", bound=Message)
+Request = Callable[[int], protocol.PeerMessage]
+
+
+@dataclass(eq=False)
+class Peer:
+    row: int
+    session: str
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))  # go on over reconnects
+    instance: int = 0
+    rails: list[RailFacts] = field(default_factory=list)
+    local_rails: list[int] = field(default_factory=list)
+    link: Link | None = None
+    users: set[Client] = field(default_factory=set)
+    callers: int = 0  # of connect()
+    regions: int = 0
+    fences: int = 0
+    gone: bool = False
+    failure: RelayError | None = None  # of the last attempt to connect
+    news: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    keeper: asyncio.Task[None] | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self.link is not None and not self.link.closed.done()
+
+    def tell(self) -> None:
+        """Wakes whoever waits for a change of link, failure or gone."""
+        self.news.set_result(None)
+        self.news = asyncio.get_running_loop().create_future()
+
+
+@dataclass(frozen=True)
+class Sender:
+    peer: Peer
+    rail: int
+    remote_rail: int
+    connection: int  # as the receiver numbers it
+
+
+class Peers:
+    def __init__(
+        self, ctx: Context, on_abort: Callable[[Peer, protocol.PeerAbort], Answer | Awaitable[Answer]]
+    ) -> None:
+        self._ctx = ctx
+        self._on_abort = on_abort
+        self._rows = Rows(ctx.config.limits.max_peers)
+        self._by_row: dict[int, Peer] = {}
+        self._by_session: dict[str, Peer] = {}
+        self._senders: dict[int, Sender] = {}
+        self._sender_ids = itertools.count(2, 2)  # even; see rails.Rails
+
+    def get(self, row: int, client: Client) -> Peer:
+        """A peer that this client has connected. RelayError."""
+        peer = self._by_row.get(row)
+        if peer is None:
+            raise RelayError(ErrorCode.PEER_LOST, f"peer {row} is not connected; connect it (again)")
+        self.check(peer, client)
+        return peer
+
+    def check(self, peer: Peer, client: Client) -> None:
+        if peer.gone or client not in peer.users:
+            raise RelayError(ErrorCode.PEER_LOST, f"peer {peer.row} is not connected; connect it (again)")
+
+    # ---- connecting and leaving ----
+
+    async def connect(self, client: Client, session: str, timeout_s: float) -> Peer:
+        """RelayError."""
+        try:
+            session = protocol.format_session(*protocol.parse_session(session))
+        except ValueError as failure:
+            raise RelayError(ErrorCode.BAD_SESSION, str(failure)) from None
+        deadline = time.monotonic() + timeout_s
+        while True:
+            peer = self._by_session.get(session) or self._new_peer(session)
+            peer.callers += 1
+            try:
+                await self._link(peer, deadline)
+                peer.users.add(client)
+            except RelayError:
+                restarted = peer.gone and peer.instance
+                if not restarted:
+                    raise
+            else:
+                return peer
+            finally:
+                peer.callers -= 1
+                self._drop_unused(peer)
+
+    def leave(self, client: Client) -> None:
+        """The client has nothing in flight any more."""
+        for remote in list(client.remotes.values()):
+            self.close_region(remote.peer, remote.handle)
+        client.remotes.clear()
+        for peer in list(self._by_row.values()):
+            peer.users.discard(client)
+            self._drop_unused(peer)
+
+    def peers_of(self, client: Client) -> list[Peer]:
+        return [peer for peer in self._by_row.values() if client in peer.users]
+
+    def drop_unreachable(self, client: Client) -> None:
+        """A leaving client waits for answers of peers that cannot be reached: those nobody else uses are given up."""
+        for peer in self.peers_of(client):
+            if not peer.connected and all(user.leaving for user in peer.users):
+                self.drop(peer, "cannot be reached, and its last user has left")
+
+    def _drop_unused(self, peer: Peer) -> None:
+        if not peer.users and not peer.callers:
+            self.drop(peer, "")
+
+    def _new_peer(self, session: str) -> Peer:
+        row = self._rows.take()
+        if row is None:
+            raise RelayError(ErrorCode.LIMIT, f"{self._rows.count} peers are connected already; raise limits.max_peers")
+        peer = self._by_row[row] = self._by_session[session] = Peer(row, session)
+        self._show(peer, PeerState.CONNECTING)
+        peer.keeper = self._ctx.spawn(self._keep(peer), f"control connection to {session}")
+        return peer
+
+    def drop(self, peer: Peer, text: str) -> None:
+        """Ends everything with the peer; its users are told ``text``. Idempotent."""
+        if peer.gone:
+            return
+        peer.gone = True
+        if text:
+            text = f"peer {peer.session} {text}"
+            peer.failure = RelayError(ErrorCode.PEER_LOST, text)
+            if peer.instance:
+                self._ctx.state.error(ErrorCode.PEER_LOST, text)
+        del self._by_session[peer.session]
+        if peer.keeper is not None and peer.keeper is not asyncio.current_task():
+            peer.keeper.cancel()
+        if peer.link is not None:
+            peer.link.close("not used any more")
+        peer.tell()
+        for client in peer.users:
+            client.send(protocol.PeerDown(peer.row, peer.session, text))
+        self._ctx.spawn(self._forget(peer), f"end of peer {peer.session}")
+
+    async def _forget(self, peer: Peer) -> None:
+        plane = self._ctx.plane
+        if peer.instance:
+            await self._ctx.commands.to_all(lambda cookie: plane.drop_peer(peer.row, Result.PEER_LOST, cookie))
+        for client in peer.users:
+            for remote in client.remotes.values():
+                if remote.peer is peer:
+                    plane.remove_remote(client.row, remote.index)
+        self._senders = {number: sender for number, sender in self._senders.items() if sender.peer is not peer}
+        del self._by_row[peer.row]
+        self._ctx.state.peer(peer.row, PeerState.FREE, session="", instance=0, rails=0)
+        self._rows.free(peer.row)
+
+    # ---- the control connection ----
+
+    async def _keep(self, peer: Peer) -> None:
+        """Connects, and connects again, until the peer is dropped."""
+        pause_s = FIRST_PAUSE_S
+        while not peer.gone:
+            try:
+                link = await self._dial(peer)
+            except PeerRefused as refusal:
+                if refusal.code is not ErrorCode.DRAINING or not peer.instance:
+                    self.drop(peer, f"refused: {refusal.text}")
+                    return
+                peer.failure = refusal
+            except (OSError, RelayError) as failure:
+                reason = "no answer" if isinstance(failure, TimeoutError) else str(failure)
+                peer.failure = RelayError(ErrorCode.PEER_UNREACHABLE, f"peer {peer.session}: {reason}")
+                if peer.instance:
+                    self._ctx.state.error(peer.failure.code, peer.failure.text)
+            else:
+                pause_s = FIRST_PAUSE_S
+                self._up(peer, link)
+                reason = await link.closed
+                self._ctx.state.error(
+                    ErrorCode.CONNECTION_LOST, f"peer {peer.session}: control connection ended: {reason}"
+                )
+                self._show(peer, PeerState.LOST)
+            peer.tell()
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _dial(self, peer: Peer) -> Link:
+        ctx, timeout_s = self._ctx, self._ctx.config.timeouts.connect_s
+        host, port = protocol.parse_session(peer.session)
+        async with asyncio.timeout(timeout_s):
+            _, link = await asyncio.get_running_loop().create_connection(
+                lambda: Link(ctx.state.error, peer.ids), host, port
+            )
+        link.address = peer.session
+        try:
+            hello = protocol.Hello(
+                link.new_id(), protocol.PROTOCOL_VERSION, ctx.instance, ctx.session, peer.instance, ctx.rails
+            )
+            welcome = await link.request(hello, protocol.Welcome, timeout_s)
+            rails.check_facts(peer.session, welcome.rails)
+            _check_same(peer, welcome)
+            if not peer.instance:
+                ctx.plane.add_peer(peer.row, len(welcome.rails))
+        except BaseException:
+            link.close("handshake failed")
+            raise
+        peer.instance, peer.rails = welcome.instance, welcome.rails
+        peer.local_rails = _same_rails(ctx.rails, welcome.rails)
+        return link
+
+    def _up(self, peer: Peer, link: Link) -> None:
+        link.handlers = {
+            protocol.PeerAbort: lambda message: self._on_abort(peer, message),
+            protocol.PeerRegionGone: lambda message: self._region_gone(peer, message),
+        }
+        link.keep_alive(self._ctx.config.timeouts.peer_s)
+        peer.link = link
+        log.info("peer %s connected, instance %d, %d rails", peer.session, peer.instance, len(peer.rails))
+        self._show(peer, PeerState.CONNECTED)
+        peer.tell()
+
+    async def _link(self, peer: Peer, deadline: float) -> Link:
+        """RelayError."""
+        while not peer.connected:
+            remaining = deadline - time.monotonic()
+            if peer.gone:
+                raise peer.failure or RelayError(ErrorCode.PEER_LOST, f"peer {peer.session} was dropped")
+            if remaining <= 0:
+                raise peer.failure or RelayError(
+                    ErrorCode.PEER_UNREACHABLE, f"peer {peer.session}: not connected in time"
+                )
+            await asyncio.wait([peer.news], timeout=remaining)
+        assert peer.link is not None
+        return peer.link
+
+    async def ask(self, peer: Peer, request: Request, reply: type[R], timeout_s: float) -> R:
+        """A request that may be repeated under the same id if the connection is lost meanwhile. RelayError."""
+        deadline = time.monotonic() + timeout_s
+        number = next(peer.ids)
+        while True:
+            link = await self._link(peer, deadline)
+            try:
+                return await link.request(request(number), reply, max(0.0, deadline - time.monotonic()))
+            except LinkLost:
+                await asyncio.sleep(0)
+            except LinkSilent as failure:
+                raise RelayError(failure.code, f"peer {peer.session}: {failure.text}") from None
+
+    # ---- regions ----
+
+    def close_region(self, peer: Peer, handle: int) -> None:
+        """Not repeated if the connection is lost: a second close could take another client's opening back."""
+        self.count_regions(peer, -1)
+        if peer.link is not None and not peer.gone:
+            peer.link.send(protocol.PeerCloseRegion(next(peer.ids), handle))
+
+    def count_regions(self, peer: Peer, change: int) -> None:
+        peer.regions += change
+        if not peer.gone:
+            self._ctx.state.peer_counts(peer.row, regions=peer.regions, fences=peer.fences)
+
+    def _region_gone(self, peer: Peer, message: protocol.PeerRegionGone) -> None:
+        for client in peer.users:
+            for remote in client.remotes.values():
+                if remote.peer is peer and remote.handle == message.handle:
+                    client.send(protocol.RegionGone(remote.index))
+
+    # ---- rail connections ----
+
+    def connect_wanted(self, rail: int, row: int, remote_rail: int, express: bool, epoch: int) -> None:
+        peer = self._by_row.get(row)
+        if peer is not None and not peer.gone:
+            self._ctx.spawn(
+                self._connect_rail(peer, rail, remote_rail, express, epoch),
+                f"rail {rail} to rail {remote_rail} of {peer.session}",
+            )
+
+    async def _connect_rail(self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int) -> None:
+        ctx, deadline, pause_s = self._ctx, time.monotonic() + self._ctx.config.timeouts.connect_s, FIRST_PAUSE_S
+        while not peer.gone:
+            remaining = max(0.05, deadline - time.monotonic())
+            try:
+                token = await self.ask(
+                    peer,
+                    lambda n: protocol.RailConnect(n, rail, remote_rail, express, epoch),
+                    protocol.RailToken,
+                    remaining,
+                )
+                remaining = max(0.05, deadline - time.monotonic())
+                sender = await rails.connect(
+                    ctx.rails[rail],
+                    peer.rails[remote_rail],
+                    remote_rail,
+                    token.connection,
+                    token.token,
+                    ctx.config.tcp,
+                    remaining,
+                )
+            except RelayError as failure:
+                if peer.gone:
+                    return
+                ctx.state.error(ErrorCode.RAIL_DOWN, failure.text)
+                if time.monotonic() >= deadline:
+                    ctx.commands.send(
+                        lambda cookie: ctx.plane.fail_path(rail, peer.row, remote_rail, Result.RAIL_DOWN, cookie)
+                    )
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, 1.0)
+                continue
+            if peer.gone:
+                sender.close()
+                return
+            number = next(self._sender_ids)
+            self._senders[number] = Sender(peer, rail, remote_rail, token.connection)
+            ctx.plane.add_sender(rail, number, peer.row, remote_rail, express, epoch, sender.detach())
+            return
+
+    def sender_lost(self, number: int, error: int) -> None:
+        sender = self._senders.get(number)
+        if sender is None or sender.peer.gone:
+            return
+        peer = sender.peer
+        peer.fences += 1
+        self.count_regions(peer, 0)
+        self._ctx.state.error(
+            ErrorCode.CONNECTION_LOST,
+            f"peer {peer.session}: connection of rail {sender.rail} to rail {sender.remote_rail} lost (errno {error})",
+        )
+        self._ctx.spawn(self._settle(number, sender), f"fence of rail {sender.rail} at {peer.session}")
+
+    async def _settle(self, number: int, sender: Sender) -> None:
+        peer, plane = sender.peer, self._ctx.plane
+        while not peer.gone:
+            try:
+                fenced = await self.ask(
+                    peer,
+                    lambda n: protocol.FenceRail(n, sender.connection),
+                    protocol.RailFenced,
+                    self._ctx.config.timeouts.peer_s,
+                )
+            except PeerRefused as refusal:
+                self.drop(peer, f"cannot tell what was placed: {refusal.text}")
+            except RelayError as failure:
+                if peer.gone:
+                    return
+                self._ctx.state.error(failure.code, f"fence of rail {sender.rail} waits: {failure.text}")
+                await asyncio.sleep(FIRST_PAUSE_S)
+            else:
+                if not len(fenced.codes) <= min(fenced.placed, MOST_CODES) or fenced.placed >= 1 << 63:
+                    self.drop(peer, f"says that {fenced.placed} frames were placed with {len(fenced.codes)} codes")
+                    return
+                settle = partial(plane.settle_sender, sender.rail, number, fenced.placed, fenced.codes)
+                await self._ctx.commands.send(settle)
+                self._senders.pop(number, None)
+                return
+
+    def fence_senders(self, peers: list[Peer]) -> None:
+        """Closes the rail connections to these peers; their slices are settled by the fence."""
+        for number, sender in self._senders.items():
+            if sender.peer in peers:
+                self._ctx.plane.close_sender(sender.rail, number)
+
+    def _show(self, peer: Peer, state: PeerState) -> None:
+        if not peer.gone:
+            self._ctx.state.peer(peer.row, state, session=peer.session, instance=peer.instance, rails=len(peer.rails))
+
+    def close(self) -> None:
+        """Closes the control connections. Idempotent; the data plane closes what belongs to rails."""
+        for peer in self._by_row.values():
+            if peer.keeper is not None:
+                peer.keeper.cancel()
+            if peer.link is not None:
+                peer.link.close("the daemon ends")
+
+
+def _check_same(peer: Peer, welcome: protocol.Welcome) -> None:
+    if peer.instance and (welcome.instance, len(welcome.rails)) != (peer.instance, len(peer.rails)):
+        raise PeerRefused(ErrorCode.PEER_LOST, "another instance answers")
+
+
+def _same_rails(own: list[RailFacts], theirs: list[RailFacts]) -> list[int]:
+    """For each of their rails the own one of the same identity, or else the one at the same position, modulo ours."""
+    by_identity = {facts.identity: index for index, facts in enumerate(own)}
+    return [by_identity.get(facts.identity, index % len(own)) for index, facts in enumerate(theirs)]

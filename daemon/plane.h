@@ -1,0 +1,367 @@
+/* The data plane of the daemon: what the rail threads (rail.c, collector.c, completion.c, tcp_nic.c) share with the
+ * main thread (plane.pyx through control.c).
+ *
+ * Threads: everything in struct rr_rail and in what it owns belongs to that rail's thread, except the command list.
+ * struct rr_client, its regions, remotes, exports and transfer contexts are shared; each says how below. */
+#ifndef RAILRELAY_PLANE_H
+#define RAILRELAY_PLANE_H
+
+#include <pthread.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/uio.h>
+
+#include "abi.h"
+#include "atomics.h"
+#include "lane.h"
+#include "ring.h"
+#include "sleep.h"
+
+#define RR_WIRE_RUNS_MAX 16384u
+#define RR_WIRE_BYTES_MAX (1u << 30)
+#define RR_WINDOW 256u        /* frames of one connection that wait for their acknowledgement */
+#define RR_MAX_CLIENTS 256u
+#define RR_CLASSES 2u         /* bulk, express */
+#define RR_TOMBSTONES 65536u  /* aborted tags remembered for a client */
+#define RR_BOUNCE_WAITS 1024u /* connections' requests for bounce memory of one client on one rail */
+#define RR_QUANTUM_BYTES (1u << 20)
+
+enum rr_event_kind {
+    RR_EVENT_COMMAND_DONE = 1,
+    RR_EVENT_CONNECT_WANTED,
+    RR_EVENT_SENDER_LOST,
+    RR_EVENT_RECEIVER_LOST,
+    RR_EVENT_RECEIVER_FENCED,
+    RR_EVENT_CLIENT_DETACHED,
+    RR_EVENT_VIOLATION,
+    RR_EVENT_NOTE_DUE,
+    RR_EVENT_TRANSFER_ENDED
+};
+
+struct rr_event {
+    int64_t kind, rail, a, b, c, d, e;
+};
+
+/* A file mapping whose file may be truncated by its owner: guard.c turns the SIGBUS into zero pages and `broken`. */
+struct rr_mapping {
+    uint8_t *base;
+    uint64_t bytes;
+    uint32_t broken;
+    uint32_t guard;
+};
+
+/* Destination or source memory of a local client. Written by the main thread before `valid` is released; `valid` is
+ * cleared first and the memory unmapped only after every rail has answered. */
+struct rr_region {
+    uint32_t valid;
+    uint32_t reserved;
+    uint64_t bytes;
+    struct rr_mapping *mapping; /* NULL: private memory */
+    uint8_t *base;
+};
+
+/* A region of a peer that this client opened; same rules. */
+struct rr_remote {
+    uint32_t valid;
+    uint32_t peer;
+    uint32_t handle;
+    uint32_t rail;
+    uint64_t bytes;
+    uint32_t owner;
+    uint32_t window_bytes;
+};
+
+/* A local region as one peer session may write it; same rules. */
+struct rr_export {
+    uint32_t valid;
+    uint32_t session;
+    uint32_t client;
+    uint32_t region;
+    uint64_t bytes;
+    uint8_t *base; /* NULL: through the client's bounce memory */
+};
+
+/* word = generation << 32 | remaining. 0 remaining is idle; a live count starts at RR_COMPLETION_BIAS, so that it can
+ * not reach zero before the final slice has said how many there are. */
+#define RR_COMPLETION_BIAS 0x40000000u
+#define RR_COMPLETION_ENDING 0xffffffffu
+
+struct rr_context {
+    uint64_t word;
+    uint64_t tag;
+    uint64_t started_ns;
+    uint64_t timeout_ns;
+    uint64_t bytes;
+    uint64_t fault; /* generation << 32 | first result other than RR_OK */
+    uint32_t peer;
+    uint32_t note;
+    uint32_t watched;  /* generation whose end is an event */
+    uint32_t reported; /* generation whose record says RR_UNSETTLED */
+    uint32_t handle;   /* one of the destinations, for abort by region owner */
+    uint32_t owner;
+};
+
+struct rr_client;
+struct rr_rail;
+struct rr_plane;
+struct rr_flow;
+struct rr_path;
+struct rr_connection;
+
+struct rr_wire_run {
+    uint64_t offset;
+    uint32_t length;
+    uint32_t handle;
+};
+
+enum rr_work_state { RR_WORK_FREE = 0, RR_WORK_QUEUED, RR_WORK_PARKED, RR_WORK_POSTED };
+
+/* One slice being moved: a private, checked copy of its block table as source pieces and remote runs. */
+struct rr_work {
+    struct rr_work *next;
+    struct rr_source *source;
+    struct rr_flow *flow;
+    struct rr_connection *connection;
+    struct iovec *pieces;
+    struct rr_wire_run *runs;
+    uint64_t sequence;
+    uint64_t bytes;
+    uint64_t tag;
+    uint64_t grant;
+    uint64_t parked_ns;
+    uint32_t piece_count, run_count, block_count;
+    uint32_t slot;
+    uint32_t transfer, generation;
+    uint32_t peer, remote_rail, class_, owner, window_bytes;
+    uint32_t state;
+};
+
+/* The slices of one source (a client's lane or ring) for one path: served in turn with the path's other flows. */
+struct rr_flow {
+    struct rr_flow *next;
+    struct rr_source *source;
+    struct rr_work *first, *last;
+    uint64_t deficit;
+    uint32_t active;
+};
+
+struct rr_source {
+    struct rr_client *client;
+    struct rr_flow *flows; /* [max_peers * RR_MAX_RAILS * RR_CLASSES] */
+    struct rr_work *works; /* lane: one a slot; ring: slices_in_flight */
+    struct rr_work *free;  /* ring only */
+    uint32_t work_count, in_flight;
+    int is_lane;
+};
+
+struct rr_bounce_wait {
+    struct rr_connection *connection;
+    uint64_t sequence;
+};
+
+struct rr_bounce_pending {
+    struct rr_connection *connection;
+    uint64_t sequence, tag;
+    uint32_t slot;
+};
+
+/* Bounce memory of one client on one rail: how frames reach memory that only its own process can write. */
+struct rr_bouncer {
+    struct rr_mapping *memory;
+    struct rr_bounce *shared;
+    struct rr_bounce_frame *frames;
+    struct rr_run *runs;
+    struct rr_bounce_pending *pending; /* [slots] by position */
+    struct rr_connection **reserved_by; /* [slots]; NULL: free */
+    struct rr_bounce_wait *waits;       /* circular, [RR_BOUNCE_WAITS] */
+    uint64_t waits_head, waits_tail;
+    uint64_t filled, reclaimed;
+    uint32_t slots;
+};
+
+/* What one rail keeps for one client. */
+struct rr_port {
+    struct rr_lane_consumer lane;
+    struct rr_ring_consumer ring;
+    struct rr_source lane_source, ring_source;
+    struct rr_mapping *lane_memory; /* NULL: not leased */
+    struct rr_lane_state *state;    /* row of the node segment */
+    struct rr_bouncer bouncer;
+    int kick_fd;
+    uint32_t attached, detaching;
+};
+
+struct rr_client {
+    struct rr_plane *plane;
+    uint32_t number, serial;
+    struct rr_mapping *segment;
+    struct rr_segment_header *header; /* private copy, taken before the client could write */
+    struct rr_client_control *control;
+    struct rr_transfer *transfers;
+    const struct rr_slice *slot_heads, *ring_slices;
+    const struct rr_block *slot_tables, *ring_tables;
+    uint32_t transfer_count;
+    uint32_t faulted; /* a violation was reported: nothing of this client is collected any more */
+    struct rr_context *contexts;
+    struct rr_region *regions;
+    struct rr_remote *remotes;
+    uint64_t *tombstones;      /* open addressing, 2 * RR_TOMBSTONES; NULL until the first abort */
+    uint32_t tombstone_count;
+    struct rr_port ports[RR_MAX_RAILS];
+};
+
+/* Peer, remote rail and class: where slices wait for a connection or for their turn on it. */
+struct rr_path {
+    struct rr_path *next_active;
+    struct rr_connection *connection;
+    struct rr_flow *flow_first, *flow_last; /* flows with queued slices, next to be served first */
+    uint32_t peer, remote_rail, class_;
+    uint32_t active, wanted, broken, epoch;
+};
+
+struct rr_command {
+    struct rr_command *next;
+    void (*run)(struct rr_rail *, struct rr_command *);
+    uint64_t cookie;
+    uint64_t a, b, c, d;
+    void *pointer;
+    uint64_t pointer_bytes;
+};
+
+struct rr_deferred {
+    struct rr_deferred *next;
+    uint32_t client;
+    uint64_t cookie, until;
+};
+
+struct rr_rail {
+    struct rr_plane *plane;
+    struct rr_rail_state *state;
+    uint64_t *counters;
+    struct rr_client *clients[RR_MAX_CLIENTS]; /* attached ones, dense */
+    struct rr_client *by_number[RR_MAX_CLIENTS];
+    uint32_t client_count;
+    struct rr_path *paths; /* [max_peers * RR_MAX_RAILS * RR_CLASSES] */
+    struct rr_path *active;
+    struct rr_nic *nic;
+    struct rr_deferred *deferred;
+    int number, cpu, kick_fd;
+    uint32_t slices_in_flight;
+    uint32_t stop;
+    pthread_t thread;
+    int started;
+    pthread_mutex_t command_lock;
+    struct rr_command *command_first, *command_last;
+    uint32_t commands_waiting;
+};
+
+struct rr_plane {
+    struct rr_segment_header *node;
+    struct rr_rail_state *rail_states;
+    struct rr_lane_state *lane_states;
+    uint64_t instance;
+    uint32_t rail_count, max_clients, max_peers, max_sessions, max_exports, regions_per_client, remotes_per_client;
+    uint32_t slots, table_entries, bounce_slots;
+    uint64_t slot_bytes, spin_ns;
+    struct rr_rail rails[RR_MAX_RAILS];
+    struct rr_client **clients;
+    struct rr_export *exports;
+    int event_fd;
+    pthread_mutex_t event_lock;
+    struct rr_event *events;
+    uint32_t event_count, event_capacity;
+    struct rr_fence_record *fences;  /* under event_lock */
+    struct rr_holder *holders;       /* under event_lock */
+    uint32_t holder_count, holder_capacity;
+};
+
+struct rr_fence_record {
+    struct rr_fence_record *next;
+    uint64_t connection;
+    uint32_t code_count;
+    uint8_t codes[RR_WINDOW];
+};
+
+struct rr_holder {
+    uint64_t cookie, connection;
+    int rail;
+};
+
+/* ---- control.c: main thread ---- */
+struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
+                                 uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns);
+int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint32_t slices_in_flight); /* rail or -errno */
+int rr_plane_start(struct rr_plane *plane);
+void rr_plane_stop(struct rr_plane *plane);
+void rr_plane_free(struct rr_plane *plane);
+void rr_event_push(struct rr_plane *plane, int64_t kind, int64_t rail, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e);
+uint32_t rr_plane_take_events(struct rr_plane *plane, struct rr_event *out, uint32_t max);
+int rr_plane_attach_client(struct rr_plane *plane, uint32_t client, uint32_t serial, int fd, uint64_t bytes, uint64_t cookie);
+int rr_plane_detach_client(struct rr_plane *plane, uint32_t client);
+void rr_plane_release_client(struct rr_plane *plane, uint32_t client);
+int rr_plane_lease_lane(struct rr_plane *plane, uint32_t client, uint32_t rail, int fd, uint64_t bytes, uint64_t generation, uint64_t cookie);
+int rr_plane_add_bounce(struct rr_plane *plane, uint32_t client, uint32_t rail, int fd, uint64_t bytes, uint64_t cookie);
+int rr_plane_add_region(struct rr_plane *plane, uint32_t client, uint32_t region, int fd, uint64_t offset, uint64_t bytes);
+int rr_plane_remove_region(struct rr_plane *plane, uint32_t client, uint32_t region, uint64_t cookie);
+void rr_plane_finish_region_removal(struct rr_plane *plane, uint32_t client, uint32_t region, int busy);
+int rr_plane_add_remote(struct rr_plane *plane, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
+                        uint32_t rail, uint32_t owner, uint32_t window_bytes);
+void rr_plane_remove_remote(struct rr_plane *plane, uint32_t client, uint32_t remote);
+int rr_plane_add_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
+                        uint32_t epoch, int fd);
+int rr_plane_add_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t session, int fd);
+int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint64_t placed, const uint8_t *codes,
+                           uint32_t code_count, uint64_t cookie);
+int rr_plane_close_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection);
+int rr_plane_fail_path(struct rr_plane *plane, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie);
+int rr_plane_drop_peer(struct rr_plane *plane, uint32_t peer, uint32_t result, uint64_t cookie);
+int rr_plane_fence_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection);
+int rr_plane_fence_codes(struct rr_plane *plane, uint64_t connection, uint8_t *codes); /* count or -1; forgets them */
+int rr_plane_add_export(struct rr_plane *plane, uint32_t handle, uint32_t session, uint32_t client, uint32_t region, uint64_t bytes);
+int rr_plane_remove_export(struct rr_plane *plane, uint32_t handle, uint64_t cookie);
+int rr_plane_add_tombstone(struct rr_plane *plane, uint32_t client, uint64_t tag, uint64_t cookie);
+int rr_plane_purge_stopped(struct rr_plane *plane);
+int rr_plane_holders(struct rr_plane *plane, uint32_t client, uint32_t transfer, uint32_t generation, uint64_t cookie);
+uint32_t rr_plane_holders_result(struct rr_plane *plane, uint64_t cookie, struct rr_holder *out, uint32_t max);
+
+/* ---- guard.c: any thread ---- */
+int rr_guard_install(void);
+struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error);
+void rr_unmap(struct rr_mapping *mapping);
+/* After EFAULT from a system call: replaces the mapping that holds the address by zero pages. 0 if none does. */
+int rr_guard_patch(const void *address);
+
+/* ---- completion.c: rail threads and the main thread ---- */
+int rr_transfer_open(struct rr_client *client, const struct rr_slice *slice, uint32_t handle, uint32_t owner);
+int rr_transfer_total(struct rr_client *client, const struct rr_slice *slice);
+int rr_transfer_slice_done(struct rr_client *client, uint32_t transfer, uint32_t generation, uint32_t result, uint64_t bytes, int rail);
+uint32_t rr_transfer_stopped(const struct rr_client *client, uint32_t transfer, uint32_t generation);
+int rr_transfer_cancel(struct rr_client *client, uint32_t transfer, uint32_t generation, uint32_t result);
+int rr_transfer_report_unsettled(struct rr_client *client, uint32_t transfer, uint32_t generation);
+int rr_transfer_finish_note(struct rr_client *client, uint32_t transfer, uint32_t generation, uint32_t result);
+int rr_transfer_watch(struct rr_client *client, uint32_t transfer, uint32_t generation);
+void rr_wake_feeder(struct rr_client *client);
+
+/* ---- collector.c: rail thread ---- */
+int rr_collect(struct rr_rail *rail);
+/* Is there anything to collect? For the look before sleeping. */
+int rr_collect_pending(struct rr_rail *rail);
+void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane);
+void rr_source_free(struct rr_source *source);
+
+/* ---- rail.c: rail thread ---- */
+void rr_purge(struct rr_rail *rail, int (*drop)(const struct rr_work *work, const void *context), const void *context, uint32_t result);
+void rr_client_drained(struct rr_rail *rail, struct rr_client *client);
+void rr_rail_command(struct rr_rail *rail, struct rr_command command); /* main thread */
+void rr_rail_wake(struct rr_rail *rail);                               /* any thread */
+struct rr_path *rr_path_of(struct rr_rail *rail, uint32_t peer, uint32_t remote_rail, uint32_t class_);
+void rr_path_queue(struct rr_rail *rail, struct rr_work *work, int front);
+/* The next slice of a path by deficit round robin over its flows; NULL if none waits. */
+struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path);
+void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result);
+void rr_violation(struct rr_rail *rail, struct rr_client *client, uint32_t result, uint64_t a, uint64_t b, uint64_t c);
+void *rr_rail_main(void *rail);
+
+static inline void rr_count(struct rr_rail *rail, enum rr_rail_counter id, uint64_t value) { rr_counter_add(&rail->counters[id], value); }
+
+#endif

@@ -1,0 +1,91 @@
+"""The data plane: one C thread per rail, entered once, without the GIL. Everything here is called on the daemon's main
+thread. Calls that take a ``cookie`` are commands to rail threads: each rail addressed answers with one event
+(COMMAND_DONE, rail, cookie, value, 0, 0, 0), in the order given. The segment and all tables live as long as this object.
+"""
+
+from typing import Final
+
+COMMAND_DONE: Final[int]     # (kind, rail, cookie, value, 0, 0, 0)
+CONNECT_WANTED: Final[int]   # (kind, rail, peer, remote_rail, express, epoch, 0): slices wait for a sender connection
+SENDER_LOST: Final[int]      # (kind, rail, connection, errno, peer, remote_rail, slices in flight)
+RECEIVER_LOST: Final[int]    # (kind, rail, connection, errno, session, 0, 0); 0 = clean end of stream
+RECEIVER_FENCED: Final[int]  # (kind, rail, connection, placed, 0, 0, 0): fence_codes(connection) has the codes; the connection is freed
+CLIENT_DETACHED: Final[int]  # (kind, rail, client, 0, 0, 0, 0): nothing of the client is in flight on this rail any more
+VIOLATION: Final[int]        # (kind, rail, client, result, a, b, c): words that no correct client writes; conductor detaches it
+NOTE_DUE: Final[int]         # (kind, rail, client, transfer, generation, 0, 0): all slices placed, deliver its Note, then finish_note()
+TRANSFER_ENDED: Final[int]   # (kind, rail, client, transfer, generation, result, 0): only for transfers watch() asked about
+
+class DataPlane:
+    event_fd: int
+    def __init__(self, node_segment: memoryview, *, instance: int, max_peers: int, max_sessions: int, max_exports: int,
+                 regions_per_client: int, remotes_per_client: int, spin_us: int) -> None:
+        """``node_segment``: the mapped, published node segment (rail, lane, client states are found through its table)."""
+    def add_rail(self, *, nic: str, cpu: int, slices_in_flight: int) -> int:
+        """nic: only "tcp" so far (ValueError names the others). Returns the rail's number; before start()."""
+    def start(self) -> None: ...
+    def stop(self) -> None:
+        """Stops the threads, closes every connection. Idempotent."""
+    def events(self) -> list[tuple[int, int, int, int, int, int, int]]:
+        """Drains the event queue (call when event_fd is readable; it resets it)."""
+
+    # clients; numbers are rows of the node segment
+    def attach_client(self, client: int, serial: int, segment_fd: int, segment_bytes: int, cookie: int) -> list[int]:
+        """Maps the client segment (fd stays the caller's) and begins to serve its rings. All rails answer. Returns the
+        client's own kick eventfds, one a rail, to be passed to it; the plane owns them until release_client."""
+    def detach_client(self, client: int) -> None:
+        """No new slices are taken; queued ones are dropped; CLIENT_DETACHED comes from every rail once posted ones ended."""
+    def release_client(self, client: int) -> None:
+        """Unmaps everything of a client whose CLIENT_DETACHED came from all rails."""
+    def lease_lane(self, client: int, rail: int, fd: int, nbytes: int, generation: int, cookie: int) -> None: ...
+    def add_bounce(self, client: int, rail: int, fd: int, nbytes: int, cookie: int) -> None: ...
+    def add_region(self, client: int, region: int, fd: int, offset: int, nbytes: int) -> None:
+        """fd -1: private memory. OSError if it cannot be mapped."""
+    def remove_region(self, client: int, region: int, cookie: int) -> None:
+        """All rails answer; value = slices in flight that read it. Then finish_region_removal(busy)."""
+    def finish_region_removal(self, client: int, region: int, busy: bool) -> None: ...
+    def add_remote(self, client: int, remote: int, peer: int, handle: int, nbytes: int, rail: int, owner: int, window_bytes: int) -> None:
+        """rail: the peer's rail of the region; owner and window_bytes as in protocol.PeerRegion."""
+    def remove_remote(self, client: int, remote: int) -> None: ...
+
+    # transfers
+    def cancel_transfer(self, client: int, transfer: int, generation: int, result: int) -> bool:
+        """Ends a transfer early: nothing more of it is posted, the client's feeder is told. False if it is not known."""
+    def report_unsettled(self, client: int, transfer: int, generation: int) -> bool:
+        """Publishes RR_UNSETTLED for a cancelled transfer that still has slices out; settled follows when they end."""
+    def find_transfers(self, tag: int, peer: int, handles: list[int]) -> list[tuple[int, int, int]]:
+        """(client, transfer, generation) of live transfers with this tag that go to this peer (handles: empty = any)."""
+    def overdue(self, now_ns: int) -> list[tuple[int, int, int, int, int]]:
+        """(client, transfer, generation, result so far, overdue ns) of live transfers past their time-out."""
+    def live_transfers(self) -> int:
+        """How many transfers have not settled, over all clients."""
+    def watch(self, client: int, transfer: int, generation: int) -> bool:
+        """TRANSFER_ENDED will be sent when it settles; False if it has already."""
+    def holders(self, client: int, transfer: int, generation: int, cookie: int) -> None:
+        """All rails answer; value = number of posted slices there; the connections follow in holders_result(cookie)."""
+    def holders_result(self, cookie: int) -> list[tuple[int, int]]:
+        """(rail, connection) that carry posted slices of the transfer asked about."""
+    def finish_note(self, client: int, transfer: int, generation: int, result: int) -> None: ...
+
+    # peers (sending side)
+    def add_peer(self, peer: int, remote_rails: int) -> None: ...
+    def add_sender(self, rail: int, connection: int, peer: int, remote_rail: int, express: bool, epoch: int, fd: int) -> None:
+        """Hands over a connected non-blocking socket after its preamble was written; the plane owns and closes it."""
+    def settle_sender(self, rail: int, connection: int, placed: int, codes: bytes, cookie: int) -> None:
+        """The receiver has fenced the connection: placed slices complete, refused ones fail, others are queued again."""
+    def close_sender(self, rail: int, connection: int) -> None:
+        """Closes a live connection as if it were lost: SENDER_LOST follows."""
+    def fail_path(self, rail: int, peer: int, remote_rail: int, result: int, cookie: int) -> None:
+        """Fails the slices that wait for a connection on this path (not the posted ones)."""
+    def drop_peer(self, peer: int, result: int, cookie: int) -> None:
+        """Fails everything for the peer, posted included, with ``result`` and closes its sender connections. All rails answer."""
+
+    # sessions (receiving side)
+    def add_receiver(self, rail: int, connection: int, session: int, fd: int) -> None: ...
+    def fence_receiver(self, rail: int, connection: int) -> None:
+        """Closes it; RECEIVER_FENCED when its last bounced frame is settled."""
+    def fence_codes(self, connection: int) -> bytes: ...
+    def add_export(self, handle: int, session: int, client: int, region: int, nbytes: int) -> None: ...
+    def remove_export(self, handle: int, cookie: int) -> None:
+        """After all rails answered no byte lands there any more; frames on their way are refused (RR_REGION_GONE)."""
+    def add_tombstone(self, client: int, tag: int, cookie: int) -> None:
+        """Frames with this tag for this client are refused (RR_ABORTED) once all rails answered."""

@@ -1,0 +1,311 @@
+"""Python's handle of the data plane (control.c). Main thread only; no call here blocks on a rail."""
+
+import os
+
+from cpython.buffer cimport PyBUF_WRITABLE, PyObject_GetBuffer, PyBuffer_Release, Py_buffer
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+
+cdef extern from "plane.h" nogil:
+    enum:
+        RR_EVENT_COMMAND_DONE
+        RR_EVENT_CONNECT_WANTED
+        RR_EVENT_SENDER_LOST
+        RR_EVENT_RECEIVER_LOST
+        RR_EVENT_RECEIVER_FENCED
+        RR_EVENT_CLIENT_DETACHED
+        RR_EVENT_VIOLATION
+        RR_EVENT_NOTE_DUE
+        RR_EVENT_TRANSFER_ENDED
+        RR_WINDOW
+    struct rr_event:
+        int64_t kind, rail, a, b, c, d, e
+    struct rr_holder:
+        uint64_t cookie, connection
+        int rail
+    struct rr_context:
+        uint64_t word, tag, started_ns, timeout_ns, fault
+        uint32_t peer, handle
+    struct rr_port:
+        int kick_fd
+    struct rr_client:
+        rr_context *contexts
+        uint32_t transfer_count
+        rr_port *ports
+    struct rr_plane:
+        int event_fd
+        uint32_t rail_count, max_clients
+        rr_client **clients
+    rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
+                              uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns)
+    int rr_plane_add_rail(rr_plane *, const char *nic, int cpu, uint32_t slices_in_flight)
+    int rr_plane_start(rr_plane *)
+    void rr_plane_stop(rr_plane *)
+    void rr_plane_free(rr_plane *)
+    uint32_t rr_plane_take_events(rr_plane *, rr_event *out, uint32_t max)
+    int rr_plane_attach_client(rr_plane *, uint32_t client, uint32_t serial, int fd, uint64_t bytes, uint64_t cookie)
+    int rr_plane_detach_client(rr_plane *, uint32_t client)
+    void rr_plane_release_client(rr_plane *, uint32_t client)
+    int rr_plane_lease_lane(rr_plane *, uint32_t client, uint32_t rail, int fd, uint64_t bytes, uint64_t generation, uint64_t cookie)
+    int rr_plane_add_bounce(rr_plane *, uint32_t client, uint32_t rail, int fd, uint64_t bytes, uint64_t cookie)
+    int rr_plane_add_region(rr_plane *, uint32_t client, uint32_t region, int fd, uint64_t offset, uint64_t bytes)
+    int rr_plane_remove_region(rr_plane *, uint32_t client, uint32_t region, uint64_t cookie)
+    void rr_plane_finish_region_removal(rr_plane *, uint32_t client, uint32_t region, int busy)
+    int rr_plane_add_remote(rr_plane *, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
+                            uint32_t rail, uint32_t owner, uint32_t window_bytes)
+    void rr_plane_remove_remote(rr_plane *, uint32_t client, uint32_t remote)
+    int rr_plane_add_sender(rr_plane *, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
+                            uint32_t epoch, int fd)
+    int rr_plane_add_receiver(rr_plane *, uint32_t rail, uint64_t connection, uint32_t session, int fd)
+    int rr_plane_settle_sender(rr_plane *, uint32_t rail, uint64_t connection, uint64_t placed, const uint8_t *codes,
+                               uint32_t code_count, uint64_t cookie)
+    int rr_plane_close_sender(rr_plane *, uint32_t rail, uint64_t connection)
+    int rr_plane_fail_path(rr_plane *, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie)
+    int rr_plane_drop_peer(rr_plane *, uint32_t peer, uint32_t result, uint64_t cookie)
+    int rr_plane_fence_receiver(rr_plane *, uint32_t rail, uint64_t connection)
+    int rr_plane_fence_codes(rr_plane *, uint64_t connection, uint8_t *codes)
+    int rr_plane_add_export(rr_plane *, uint32_t handle, uint32_t session, uint32_t client, uint32_t region, uint64_t bytes)
+    int rr_plane_remove_export(rr_plane *, uint32_t handle, uint64_t cookie)
+    int rr_plane_add_tombstone(rr_plane *, uint32_t client, uint64_t tag, uint64_t cookie)
+    int rr_plane_purge_stopped(rr_plane *)
+    int rr_plane_holders(rr_plane *, uint32_t client, uint32_t transfer, uint32_t generation, uint64_t cookie)
+    uint32_t rr_plane_holders_result(rr_plane *, uint64_t cookie, rr_holder *out, uint32_t max)
+    int rr_transfer_cancel(rr_client *, uint32_t transfer, uint32_t generation, uint32_t result)
+    int rr_transfer_report_unsettled(rr_client *, uint32_t transfer, uint32_t generation)
+    int rr_transfer_finish_note(rr_client *, uint32_t transfer, uint32_t generation, uint32_t result)
+    int rr_transfer_watch(rr_client *, uint32_t transfer, uint32_t generation)
+
+cdef extern from "atomics.h" nogil:
+    uint64_t rr_load_acquire_u64(const uint64_t *)
+    uint64_t rr_load_relaxed_u64(const uint64_t *)
+    uint32_t rr_load_relaxed_u32(const uint32_t *)
+
+COMMAND_DONE = RR_EVENT_COMMAND_DONE
+CONNECT_WANTED = RR_EVENT_CONNECT_WANTED
+SENDER_LOST = RR_EVENT_SENDER_LOST
+RECEIVER_LOST = RR_EVENT_RECEIVER_LOST
+RECEIVER_FENCED = RR_EVENT_RECEIVER_FENCED
+CLIENT_DETACHED = RR_EVENT_CLIENT_DETACHED
+VIOLATION = RR_EVENT_VIOLATION
+NOTE_DUE = RR_EVENT_NOTE_DUE
+TRANSFER_ENDED = RR_EVENT_TRANSFER_ENDED
+
+
+cdef int check(int status) except -1:
+    if status < 0:
+        raise OSError(-status, os.strerror(-status))
+    return status
+
+
+cdef class DataPlane:
+    cdef rr_plane *plane
+    cdef Py_buffer node
+    cdef bint has_node
+
+    def __init__(self, node_segment, *, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
+                 uint32_t regions_per_client, uint32_t remotes_per_client, uint32_t spin_us):
+        if self.plane is not NULL:
+            raise RuntimeError("a DataPlane is initialised once")
+        PyObject_GetBuffer(node_segment, &self.node, PyBUF_WRITABLE)
+        self.has_node = True
+        self.plane = rr_plane_create(self.node.buf, instance, max_peers, max_sessions, max_exports, regions_per_client,
+                                     remotes_per_client, <uint64_t> spin_us * 1000)
+        if self.plane is NULL:
+            raise MemoryError("the data plane could not be created")
+
+    def __dealloc__(self):
+        rr_plane_free(self.plane)
+        if self.has_node:
+            PyBuffer_Release(&self.node)
+
+    @property
+    def event_fd(self):
+        return self.plane.event_fd
+
+    cdef rr_client *client(self, uint32_t client) noexcept:
+        return self.plane.clients[client] if client < self.plane.max_clients else NULL
+
+    def add_rail(self, *, nic, int cpu, uint32_t slices_in_flight):
+        try:
+            return check(rr_plane_add_rail(self.plane, nic.encode(), cpu, slices_in_flight))
+        except OSError as error:
+            if error.errno == 95:
+                raise ValueError(f'nic: {nic!r} is not one of "tcp"') from None
+            raise
+
+    def start(self):
+        check(rr_plane_start(self.plane))
+
+    def stop(self):
+        with nogil:
+            rr_plane_stop(self.plane)
+
+    def events(self):
+        cdef rr_event[256] batch
+        out = []
+        cdef uint32_t count = 256
+        while count == 256:
+            count = rr_plane_take_events(self.plane, batch, 256)
+            for i in range(count):
+                event = batch[i]
+                out.append((event.kind, event.rail, event.a, event.b, event.c, event.d, event.e))
+        return out
+
+    def attach_client(self, uint32_t client, uint32_t serial, int segment_fd, uint64_t segment_bytes, uint64_t cookie):
+        check(rr_plane_attach_client(self.plane, client, serial, segment_fd, segment_bytes, cookie))
+        return [self.plane.clients[client].ports[i].kick_fd for i in range(self.plane.rail_count)]
+
+    def detach_client(self, uint32_t client):
+        check(rr_plane_detach_client(self.plane, client))
+
+    def release_client(self, uint32_t client):
+        rr_plane_release_client(self.plane, client)
+
+    def lease_lane(self, uint32_t client, uint32_t rail, int fd, uint64_t nbytes, uint64_t generation, uint64_t cookie):
+        check(rr_plane_lease_lane(self.plane, client, rail, fd, nbytes, generation, cookie))
+
+    def add_bounce(self, uint32_t client, uint32_t rail, int fd, uint64_t nbytes, uint64_t cookie):
+        check(rr_plane_add_bounce(self.plane, client, rail, fd, nbytes, cookie))
+
+    def add_region(self, uint32_t client, uint32_t region, int fd, uint64_t offset, uint64_t nbytes):
+        check(rr_plane_add_region(self.plane, client, region, fd, offset, nbytes))
+
+    def remove_region(self, uint32_t client, uint32_t region, uint64_t cookie):
+        check(rr_plane_remove_region(self.plane, client, region, cookie))
+
+    def finish_region_removal(self, uint32_t client, uint32_t region, bint busy):
+        rr_plane_finish_region_removal(self.plane, client, region, busy)
+
+    def add_remote(self, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t nbytes, uint32_t rail,
+                   uint32_t owner, uint32_t window_bytes):
+        check(rr_plane_add_remote(self.plane, client, remote, peer, handle, nbytes, rail, owner, window_bytes))
+
+    def remove_remote(self, uint32_t client, uint32_t remote):
+        rr_plane_remove_remote(self.plane, client, remote)
+
+    def cancel_transfer(self, uint32_t client, uint32_t transfer, uint32_t generation, uint32_t result):
+        cdef rr_client *at = self.client(client)
+        if at is NULL or not rr_transfer_cancel(at, transfer, generation, result):
+            return False
+        rr_plane_purge_stopped(self.plane)
+        return True
+
+    def report_unsettled(self, uint32_t client, uint32_t transfer, uint32_t generation):
+        cdef rr_client *at = self.client(client)
+        return at is not NULL and bool(rr_transfer_report_unsettled(at, transfer, generation))
+
+    def find_transfers(self, uint64_t tag, uint32_t peer, handles):
+        wanted = set(handles)
+        found = []
+        cdef rr_client *at
+        cdef rr_context *context
+        cdef uint64_t word
+        for number in range(self.plane.max_clients):
+            at = self.plane.clients[number]
+            if at is NULL:
+                continue
+            for i in range(at.transfer_count):
+                context = &at.contexts[i]
+                word = rr_load_acquire_u64(&context.word)
+                if not word & 0xffffffff or rr_load_relaxed_u64(&context.tag) != tag or rr_load_relaxed_u32(&context.peer) != peer:
+                    continue
+                if wanted and rr_load_relaxed_u32(&context.handle) not in wanted:
+                    continue
+                found.append((number, i, <uint32_t> (word >> 32)))
+        return found
+
+    def overdue(self, uint64_t now_ns):
+        out = []
+        cdef rr_client *at
+        cdef rr_context *context
+        cdef uint64_t word, timeout, started, fault
+        cdef uint32_t number, i
+        for number in range(self.plane.max_clients):
+            at = self.plane.clients[number]
+            if at is NULL:
+                continue
+            for i in range(at.transfer_count):
+                context = &at.contexts[i]
+                word = rr_load_acquire_u64(&context.word)
+                if not word & 0xffffffff:
+                    continue
+                timeout = rr_load_relaxed_u64(&context.timeout_ns)
+                started = rr_load_relaxed_u64(&context.started_ns)
+                if timeout and now_ns > started and now_ns - started > timeout:
+                    fault = rr_load_acquire_u64(&context.fault)
+                    result = <uint32_t> fault if fault >> 32 == word >> 32 else 0
+                    out.append((number, i, <uint32_t> (word >> 32), result, now_ns - started - timeout))
+        return out
+
+    def live_transfers(self):
+        """How many transfers have not settled, over all clients."""
+        cdef rr_client *at
+        cdef uint32_t number, i, count = 0
+        for number in range(self.plane.max_clients):
+            at = self.plane.clients[number]
+            if at is not NULL:
+                for i in range(at.transfer_count):
+                    count += rr_load_acquire_u64(&at.contexts[i].word) & 0xffffffff != 0
+        return count
+
+    def watch(self, uint32_t client, uint32_t transfer, uint32_t generation):
+        cdef rr_client *at = self.client(client)
+        return at is not NULL and bool(rr_transfer_watch(at, transfer, generation))
+
+    def holders(self, uint32_t client, uint32_t transfer, uint32_t generation, uint64_t cookie):
+        check(rr_plane_holders(self.plane, client, transfer, generation, cookie))
+
+    def holders_result(self, uint64_t cookie):
+        cdef rr_holder[256] found
+        out = set()
+        cdef uint32_t count = 256
+        while count == 256:
+            count = rr_plane_holders_result(self.plane, cookie, found, 256)
+            for i in range(count):
+                out.add((found[i].rail, found[i].connection))
+        return sorted(out)
+
+    def finish_note(self, uint32_t client, uint32_t transfer, uint32_t generation, uint32_t result):
+        cdef rr_client *at = self.client(client)
+        if at is not NULL:
+            rr_transfer_finish_note(at, transfer, generation, result)
+
+    def add_peer(self, uint32_t peer, uint32_t remote_rails):
+        if remote_rails == 0:
+            raise ValueError(f"peer {peer} has no rails")
+
+    def add_sender(self, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, bint express, uint32_t epoch, int fd):
+        check(rr_plane_add_sender(self.plane, rail, connection, peer, remote_rail, express, epoch, fd))
+
+    def settle_sender(self, uint32_t rail, uint64_t connection, uint64_t placed, bytes codes, uint64_t cookie):
+        check(rr_plane_settle_sender(self.plane, rail, connection, placed, codes, len(codes), cookie))
+
+    def close_sender(self, uint32_t rail, uint64_t connection):
+        check(rr_plane_close_sender(self.plane, rail, connection))
+
+    def fail_path(self, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie):
+        check(rr_plane_fail_path(self.plane, rail, peer, remote_rail, result, cookie))
+
+    def drop_peer(self, uint32_t peer, uint32_t result, uint64_t cookie):
+        check(rr_plane_drop_peer(self.plane, peer, result, cookie))
+
+    def add_receiver(self, uint32_t rail, uint64_t connection, uint32_t session, int fd):
+        check(rr_plane_add_receiver(self.plane, rail, connection, session, fd))
+
+    def fence_receiver(self, uint32_t rail, uint64_t connection):
+        check(rr_plane_fence_receiver(self.plane, rail, connection))
+
+    def fence_codes(self, uint64_t connection):
+        cdef uint8_t[RR_WINDOW] codes
+        cdef int count = rr_plane_fence_codes(self.plane, connection, codes)
+        if count < 0:
+            raise KeyError(connection)
+        return (<char *> codes)[:count]
+
+    def add_export(self, uint32_t handle, uint32_t session, uint32_t client, uint32_t region, uint64_t nbytes):
+        check(rr_plane_add_export(self.plane, handle, session, client, region, nbytes))
+
+    def remove_export(self, uint32_t handle, uint64_t cookie):
+        check(rr_plane_remove_export(self.plane, handle, cookie))
+
+    def add_tombstone(self, uint32_t client, uint64_t tag, uint64_t cookie):
+        check(rr_plane_add_tombstone(self.plane, client, tag, cookie))

@@ -1,0 +1,328 @@
+/* The duty cycle of one rail: commands, B (collector), C (mover: rr_nic_ops.post and poll), then sleep. One thread a
+ * rail, entered once, never holding the GIL. It sleeps in the NIC's epoll set, which includes the kick eventfds. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "nic.h"
+
+void rr_rail_wake(struct rr_rail *rail) { rr_kick(rail->kick_fd); }
+
+void rr_rail_command(struct rr_rail *rail, struct rr_command command)
+{
+    struct rr_command *node = malloc(sizeof *node);
+    if (!node) abort();
+    *node = command;
+    node->next = NULL;
+    pthread_mutex_lock(&rail->command_lock);
+    if (rail->command_last)
+        rail->command_last->next = node;
+    else
+        rail->command_first = node;
+    rail->command_last = node;
+    pthread_mutex_unlock(&rail->command_lock);
+    rr_store_release_u32(&rail->commands_waiting, 1); /* private to the process; the kick below wakes a sleeper */
+    rr_rail_wake(rail);
+}
+
+static int run_commands(struct rr_rail *rail)
+{
+    if (!rr_load_acquire_u32(&rail->commands_waiting)) return 0;
+    pthread_mutex_lock(&rail->command_lock);
+    struct rr_command *command = rail->command_first;
+    rail->command_first = rail->command_last = NULL;
+    rr_store_relaxed_u32(&rail->commands_waiting, 0);
+    pthread_mutex_unlock(&rail->command_lock);
+    int work_count = 0;
+    while (command) {
+        struct rr_command *next = command->next;
+        command->run(rail, command);
+        free(command);
+        command = next;
+        work_count++;
+    }
+    return work_count;
+}
+
+void rr_violation(struct rr_rail *rail, struct rr_client *client, uint32_t result, uint64_t a, uint64_t b, uint64_t c)
+{
+    uint32_t none = 0;
+    if (!rr_compare_exchange_u32(&client->faulted, &none, result)) return;
+    rr_count(rail, RR_RAIL_VIOLATIONS, 1);
+    rr_event_push(rail->plane, RR_EVENT_VIOLATION, rail->number, client->number, result, (int64_t)a, (int64_t)b, (int64_t)c);
+}
+
+/* ---- paths: flows of slices in deficit round robin ---- */
+
+static uint32_t path_index(uint32_t peer, uint32_t remote_rail, uint32_t class_) { return (peer * RR_MAX_RAILS + remote_rail) * RR_CLASSES + class_; }
+
+struct rr_path *rr_path_of(struct rr_rail *rail, uint32_t peer, uint32_t remote_rail, uint32_t class_)
+{
+    struct rr_path *path = &rail->paths[path_index(peer, remote_rail, class_)];
+    path->peer = peer;
+    path->remote_rail = remote_rail;
+    path->class_ = class_;
+    return path;
+}
+
+static void want_connection(struct rr_rail *rail, struct rr_path *path)
+{
+    if (path->connection || path->wanted || path->broken) return;
+    path->wanted = 1;
+    rr_count(rail, RR_RAIL_CONNECTION_WAITS, 1);
+    rr_event_push(rail->plane, RR_EVENT_CONNECT_WANTED, rail->number, path->peer, path->remote_rail, path->class_, path->epoch + 1, 0);
+}
+
+static void pop_flow(struct rr_path *path)
+{
+    struct rr_flow *flow = path->flow_first;
+    path->flow_first = flow->next;
+    if (!path->flow_first) path->flow_last = NULL;
+    flow->next = NULL;
+}
+
+static void push_flow(struct rr_path *path, struct rr_flow *flow)
+{
+    if (path->flow_last)
+        path->flow_last->next = flow;
+    else
+        path->flow_first = flow;
+    path->flow_last = flow;
+}
+
+void rr_path_queue(struct rr_rail *rail, struct rr_work *work, int front)
+{
+    struct rr_path *path = rr_path_of(rail, work->peer, work->remote_rail, work->class_);
+    struct rr_flow *flow = &work->source->flows[path_index(work->peer, work->remote_rail, work->class_)];
+    work->state = RR_WORK_QUEUED;
+    work->flow = flow;
+    if (front) {
+        work->next = flow->first;
+        flow->first = work;
+        if (!flow->last) flow->last = work;
+    } else {
+        work->next = NULL;
+        if (flow->last)
+            flow->last->next = work;
+        else
+            flow->first = work;
+        flow->last = work;
+    }
+    if (!flow->active) {
+        flow->active = 1;
+        flow->deficit = 0;
+        flow->next = NULL;
+        push_flow(path, flow);
+    }
+    if (!path->active) {
+        path->active = 1;
+        path->next_active = rail->active;
+        rail->active = path;
+    }
+    want_connection(rail, path);
+}
+
+struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path)
+{
+    struct rr_flow *flow;
+    while ((flow = path->flow_first)) {
+        struct rr_work *work = flow->first;
+        if (!work) {
+            pop_flow(path);
+            flow->active = 0;
+            continue;
+        }
+        if (flow->deficit < work->bytes) {
+            flow->deficit += RR_QUANTUM_BYTES;
+            pop_flow(path);
+            push_flow(path, flow);
+            continue;
+        }
+        flow->deficit -= work->bytes;
+        flow->first = work->next;
+        if (!flow->first) flow->last = NULL;
+        work->next = NULL;
+        uint32_t stopped = rr_transfer_stopped(work->source->client, work->transfer, work->generation);
+        if (!stopped) return work;
+        rr_work_done(rail, work, stopped);
+    }
+    return NULL;
+}
+
+void rr_purge(struct rr_rail *rail, int (*drop)(const struct rr_work *work, const void *context), const void *context, uint32_t result)
+{
+    for (struct rr_path *path = rail->active; path; path = path->next_active) {
+        for (struct rr_flow *flow = path->flow_first; flow; flow = flow->next) {
+            struct rr_work *work = flow->first;
+            flow->first = flow->last = NULL;
+            while (work) {
+                struct rr_work *next = work->next;
+                work->next = NULL;
+                if (drop(work, context)) {
+                    uint32_t stopped = rr_transfer_stopped(work->source->client, work->transfer, work->generation);
+                    rr_work_done(rail, work, stopped ? stopped : result);
+                } else {
+                    if (flow->last)
+                        flow->last->next = work;
+                    else
+                        flow->first = work;
+                    flow->last = work;
+                }
+                work = next;
+            }
+        }
+    }
+}
+
+/* Flows live in the client's memory: none may stay linked when the client is released. */
+static void unlink_flows(struct rr_rail *rail, const struct rr_client *client)
+{
+    for (struct rr_path *path = rail->active; path; path = path->next_active) {
+        struct rr_flow *flow = path->flow_first;
+        path->flow_first = path->flow_last = NULL;
+        while (flow) {
+            struct rr_flow *next = flow->next;
+            flow->next = NULL;
+            if (flow->source->client == client)
+                flow->active = 0;
+            else
+                push_flow(path, flow);
+            flow = next;
+        }
+    }
+}
+
+void rr_client_drained(struct rr_rail *rail, struct rr_client *client)
+{
+    struct rr_port *port = &client->ports[rail->number];
+    if (!port->detaching || port->lane_source.in_flight || port->ring_source.in_flight) return;
+    port->detaching = 0;
+    unlink_flows(rail, client);
+    rr_event_push(rail->plane, RR_EVENT_CLIENT_DETACHED, rail->number, client->number, 0, 0, 0, 0);
+}
+
+void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
+{
+    struct rr_source *source = work->source;
+    struct rr_client *client = source->client;
+    struct rr_port *port = &client->ports[rail->number];
+    work->state = RR_WORK_FREE;
+    work->connection = NULL;
+    source->in_flight--;
+    rr_count(rail, result ? RR_RAIL_SLICES_FAILED : RR_RAIL_SLICES_DONE, 1);
+    uint32_t transfer = work->transfer, generation = work->generation;
+    uint64_t bytes = work->bytes;
+    /* The slot goes back before the transfer can end, so that a caller who was told "done" finds its credit. */
+    if (source->is_lane) {
+        rr_lane_return(&port->lane, work->slot);
+        rr_store_relaxed_u64(&port->state->completed, port->lane.completed);
+    } else {
+        work->next = source->free;
+        source->free = work;
+    }
+    if (rr_transfer_slice_done(client, transfer, generation, result, bytes, rail->number))
+        rr_violation(rail, client, RR_PROTOCOL, transfer, generation, bytes);
+    rr_wake_feeder(client);
+    rr_client_drained(rail, client);
+}
+
+/* ---- the cycle ---- */
+
+static int post(struct rr_rail *rail)
+{
+    int work_count = 0;
+    struct rr_path **link = &rail->active;
+    while (*link) {
+        struct rr_path *path = *link;
+        work_count += rail->nic->ops->post(rail->nic, path);
+        if (!path->flow_first) {
+            path->active = 0;
+            *link = path->next_active;
+        } else {
+            want_connection(rail, path);
+            link = &path->next_active;
+        }
+    }
+    return work_count;
+}
+
+static int reclaim(struct rr_rail *rail)
+{
+    int work_count = 0;
+    for (uint32_t i = 0; i < rail->client_count; i++) {
+        struct rr_bouncer *bouncer = &rail->clients[i]->ports[rail->number].bouncer;
+        if (bouncer->shared && bouncer->filled != bouncer->reclaimed) work_count += rail->nic->ops->reclaim(rail->nic, rail->clients[i]);
+    }
+    struct rr_deferred **link = &rail->deferred;
+    while (*link) {
+        struct rr_deferred *deferred = *link;
+        struct rr_client *client = rail->by_number[deferred->client];
+        if (client && client->ports[rail->number].bouncer.reclaimed < deferred->until) {
+            link = &deferred->next;
+            continue;
+        }
+        rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)deferred->cookie, 0, 0, 0, 0);
+        *link = deferred->next;
+        free(deferred);
+    }
+    return work_count;
+}
+
+static void prepare_thread(struct rr_rail *rail)
+{
+    char name[16];
+    snprintf(name, sizeof name, "rail-%d", rail->number);
+    pthread_setname_np(pthread_self(), name);
+    sigset_t all;
+    sigfillset(&all);
+    sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGSEGV);
+    pthread_sigmask(SIG_SETMASK, &all, NULL);
+    if (rail->cpu >= 0) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(rail->cpu, &set);
+        pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+    }
+}
+
+void *rr_rail_main(void *argument)
+{
+    struct rr_rail *rail = argument;
+    uint64_t idle_since = 0;
+    prepare_thread(rail);
+    while (!rr_load_acquire_u32(&rail->stop)) {
+        int work_count = run_commands(rail);
+        work_count += rr_collect(rail);
+        work_count += reclaim(rail);
+        work_count += post(rail);
+        work_count += rail->nic->ops->poll(rail->nic, 0);
+        rr_count(rail, RR_RAIL_CYCLES, 1);
+        if (work_count) {
+            idle_since = 0;
+            continue;
+        }
+        if (rail->plane->spin_ns) {
+            uint64_t now = rr_now_ns();
+            if (!idle_since) idle_since = now;
+            if (now - idle_since < rail->plane->spin_ns) {
+                rr_pause();
+                continue;
+            }
+        }
+        idle_since = 0;
+        rr_sleep_arm(&rail->state->sleeping);
+        if (!rr_load_relaxed_u32(&rail->commands_waiting) && !rr_collect_pending(rail) && !rr_load_relaxed_u32(&rail->stop)) {
+            uint64_t before = rr_now_ns();
+            rr_count(rail, RR_RAIL_SLEEPS, 1);
+            rail->nic->ops->poll(rail->nic, -1);
+            rr_count(rail, RR_RAIL_SLEEP_NS, rr_now_ns() - before);
+        }
+        rr_sleep_disarm(&rail->state->sleeping);
+    }
+    return NULL;
+}

@@ -1,0 +1,320 @@
+"""What an attached client may ask for, one method a request. Main thread only; a handler that is cancelled because its
+client leaves never resumes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+import stat
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode, RelayError, Result
+from railrelay.client.protocol import Message
+from railrelay.daemon.client import Client, Region, Remote
+from railrelay.daemon.context import Context, on_worker
+from railrelay.daemon.memory import Memory, reserve
+from railrelay.daemon.peers import Peer, Peers
+from railrelay.daemon.sessions import Sessions
+from railrelay.daemon.transfers import Transfers
+
+CAPABILITY_BYTES: Final = 16
+LONGEST_WAIT_S: Final = 3600.0
+
+Reply = Message | None  # None: it was sent already, with descriptors
+
+
+class Requests:
+    def __init__(
+        self, ctx: Context, regions: dict[bytes, Region], sessions: Sessions, peers: Peers, transfers: Transfers
+    ) -> None:
+        """``regions``: the offered regions of all clients by capability."""
+        self._ctx = ctx
+        self._regions = regions
+        self._sessions = sessions
+        self._peers = peers
+        self._transfers = transfers
+        self._generations = itertools.count(1)
+        self._bounce_serials = itertools.count(1)
+        self._handlers: dict[type[Message], Callable[[Client, Any], Reply | Awaitable[Reply]]] = {
+            protocol.LeaseLane: self._lease_lane,
+            protocol.Unregister: self._unregister,
+            protocol.ConnectPeer: self._connect_peer,
+            protocol.OpenRegion: self._open_region,
+            protocol.CloseRegion: self._close_region,
+            protocol.Note: self._note,
+            protocol.Abort: self._abort,
+            protocol.Cancel: self._cancel,
+            protocol.Fence: transfers.fence,
+        }
+
+    def handle(self, client: Client, message: protocol.ClientRequest, fds: list[int]) -> Reply | Awaitable[Reply]:
+        """RelayError, NoSharedMemory, or OverflowError for a number that cannot be. The descriptors stay the
+        caller's."""
+        if isinstance(message, protocol.Register):
+            return self._register(client, message, fds)
+        return self._handlers[type(message)](client, message)
+
+    def forget_regions(self, client: Client) -> None:
+        """From now on nobody can open a region of this client."""
+        for capability in [known for known, region in self._regions.items() if region.client is client]:
+            del self._regions[capability]
+
+    def _count(self, client: Client) -> None:
+        self._ctx.state.client_counts(client.row, regions=len(client.regions), lanes=len(client.lanes))
+
+    # ---- lanes and memory ----
+
+    async def _lease_lane(self, client: Client, message: protocol.LeaseLane) -> Reply:
+        ctx, rail = self._ctx, message.rail
+        self._check_rail(rail)
+        if rail in client.lanes:
+            raise RelayError(ErrorCode.BAD_ARGUMENT, f"lane {rail}<-{client.rank} is leased to this client already")
+        generation = next(self._generations)
+        client.lanes[rail] = Memory("", -1, 0)  # taken, while the memory is being made
+        try:
+            name = ctx.names.lane_memory(rail, client.row, generation)
+            memory = client.lanes[rail] = await on_worker(lambda: reserve(name, ctx.config.relay.lane_bytes))
+            ctx.state.lane(rail, client.row, pid=client.pid, rank=client.rank, generation=generation)
+            await ctx.commands.send(
+                lambda cookie: ctx.plane.lease_lane(client.row, rail, memory.fd, memory.nbytes, generation, cookie)
+            )
+        except Exception:
+            ctx.state.lane_free(rail, client.row)
+            client.lanes.pop(rail).close()
+            raise
+        client.socket.send(protocol.Leased(message.id, rail, generation, memory.nbytes), (memory.fd,))
+        memory.close_fd()
+        self._count(client)
+        return None
+
+    async def _register(self, client: Client, message: protocol.Register, fds: list[int]) -> Reply:
+        ctx = self._ctx
+        rail = client.own_rail if message.rail < 0 else message.rail
+        self._check_rail(rail)
+        if message.bytes <= 0 or message.address < 0 or message.address + message.bytes > 1 << 64:
+            raise RelayError(
+                ErrorCode.BAD_LENGTH,
+                f"region of {message.bytes} bytes at {message.address:#x}: not in a 64-bit address space",
+            )
+        if len(fds) != int(message.shared):
+            raise RelayError(
+                ErrorCode.BAD_ARGUMENT, f"Register came with {len(fds)} descriptors; expected {int(message.shared)}"
+            )
+        if message.shared:
+            _check_file(fds[0], message.offset, message.bytes)
+        index = client.region_rows.take()
+        if index is None:
+            raise RelayError(
+                ErrorCode.LIMIT, f"{client} has {client.region_rows.count} regions; raise limits.regions_per_client"
+            )
+        try:
+            ctx.plane.add_region(client.row, index, fds[0] if fds else -1, message.offset, message.bytes)
+        except OSError as failure:
+            client.region_rows.free(index)
+            raise RelayError(
+                ErrorCode.BAD_ARGUMENT, f"region of {message.bytes} bytes cannot be mapped: {failure}"
+            ) from None
+        receive = message.receive or message.shared
+        region = Region(
+            client,
+            index,
+            secrets.token_bytes(CAPABILITY_BYTES),
+            message.address,
+            message.bytes,
+            rail,
+            message.shared,
+            receive,
+        )
+        client.regions[index] = region
+        self._count(client)
+        async with client.bounce_lock:
+            fresh = receive and not message.shared and not client.bounces
+            if fresh:
+                try:
+                    await self._add_bounces(client)
+                except Exception:
+                    if client.bounces:  # some rails have theirs already, and each gets them only once
+                        client.socket.close("its bounce memory could not be mapped")
+                        raise
+                    del client.regions[index]
+                    ctx.plane.finish_region_removal(client.row, index, False)
+                    client.region_rows.free(index)
+                    raise
+            self._regions[region.capability] = region
+            reply = protocol.Registered(message.id, index, rail, region.capability, fresh)
+            client.socket.send(reply, tuple(memory.fd for memory in client.bounces) if fresh else ())
+            for memory in client.bounces:
+                memory.close_fd()
+        return None
+
+    async def _add_bounces(self, client: Client) -> None:
+        ctx, made = self._ctx, list[Memory]()
+        try:
+            for rail in range(len(ctx.rails)):
+                name = ctx.names.bounce_memory(rail, client.row, next(self._bounce_serials))
+                made.append(await on_worker(partial(reserve, name, ctx.config.relay.bounce_bytes)))
+            client.bounces = made  # before the plane knows of it: if the client leaves now, they end with it
+            for rail, memory in enumerate(made):
+                await self._add_bounce(client, rail, memory)
+        except BaseException:
+            if not client.bounces:
+                for memory in made:
+                    memory.close()
+            raise
+
+    def _add_bounce(self, client: Client, rail: int, memory: Memory) -> Awaitable[int]:
+        return self._ctx.commands.send(
+            lambda cookie: self._ctx.plane.add_bounce(client.row, rail, memory.fd, memory.nbytes, cookie)
+        )
+
+    async def _unregister(self, client: Client, message: protocol.Unregister) -> Reply:
+        ctx, index = self._ctx, message.region
+        region = client.regions.pop(index, None)
+        if region is None:
+            raise RelayError(ErrorCode.BAD_REGION, f"{client} has no region {index}")
+        self._regions.pop(region.capability, None)
+        readers = await ctx.commands.to_all(lambda cookie: ctx.plane.remove_region(client.row, index, cookie))
+        if readers:
+            ctx.plane.finish_region_removal(client.row, index, True)
+            client.regions[index] = self._regions[region.capability] = region
+            raise RelayError(ErrorCode.BUSY, f"{readers} slices in flight read region {index} of {client}")
+        await self._sessions.withdraw(client, region)
+        ctx.plane.finish_region_removal(client.row, index, False)
+        client.region_rows.free(index)
+        self._count(client)
+        return protocol.Done(message.id)
+
+    def _check_rail(self, rail: int) -> None:
+        if not 0 <= rail < len(self._ctx.rails):
+            raise RelayError(ErrorCode.BAD_RAIL, f"rail {rail}; this node has rails 0 to {len(self._ctx.rails) - 1}")
+
+    # ---- peers ----
+
+    async def _connect_peer(self, client: Client, message: protocol.ConnectPeer) -> Reply:
+        if self._ctx.draining:
+            raise RelayError(ErrorCode.DRAINING, "the daemon is going down")
+        peer = await self._peers.connect(client, message.session, _timeout(message.timeout_s))
+        return protocol.PeerConnected(message.id, peer.row, peer.instance, peer.local_rails)
+
+    async def _open_region(self, client: Client, message: protocol.OpenRegion) -> Reply:
+        peer = self._peers.get(message.peer, client)
+        if len(message.capability) != CAPABILITY_BYTES:
+            raise RelayError(
+                ErrorCode.BAD_CAPABILITY, f"a capability has {CAPABILITY_BYTES} bytes, this {len(message.capability)}"
+            )
+        index = client.remote_rows.take()
+        if index is None:
+            raise RelayError(
+                ErrorCode.LIMIT,
+                f"{client} has {client.remote_rows.count} remote regions; raise limits.remotes_per_client",
+            )
+        try:
+            opened = await self._peers.ask(
+                peer,
+                lambda n: protocol.PeerOpenRegion(n, message.capability),
+                protocol.PeerRegion,
+                self._ctx.config.timeouts.peer_s,
+            )
+            self._peers.count_regions(peer, 1)
+            try:
+                self._peers.check(peer, client)  # it may have gone meanwhile
+                _check_region(peer, opened)
+                self._ctx.plane.add_remote(
+                    client.row,
+                    index,
+                    peer.row,
+                    opened.handle,
+                    opened.bytes,
+                    opened.rail,
+                    opened.owner,
+                    opened.window_bytes,
+                )
+            except Exception:
+                self._peers.close_region(peer, opened.handle)
+                raise
+        except Exception:
+            client.remote_rows.free(index)
+            raise
+        client.remotes[index] = Remote(index, peer, opened.handle)
+        return protocol.RegionOpened(
+            message.id, index, opened.address, opened.bytes, opened.rail, opened.owner, opened.window_bytes
+        )
+
+    def _close_region(self, client: Client, message: protocol.CloseRegion) -> Reply:
+        remote = client.remotes.pop(message.remote, None)
+        if remote is None:
+            raise RelayError(ErrorCode.BAD_REGION, f"{client} has not opened remote region {message.remote}")
+        self._ctx.plane.remove_remote(client.row, remote.index)
+        self._peers.close_region(remote.peer, remote.handle)
+        client.remote_rows.free(remote.index)
+        return protocol.Done(message.id)
+
+    # ---- transfers ----
+
+    def _note(self, client: Client, message: protocol.Note) -> Reply:
+        if message.remote not in client.remotes:
+            raise RelayError(ErrorCode.BAD_REGION, f"{client} has not opened remote region {message.remote}")
+        if len(message.payload) > protocol.NOTE_BYTES:
+            raise RelayError(
+                ErrorCode.BAD_LENGTH, f"notification of {len(message.payload)} bytes; at most {protocol.NOTE_BYTES}"
+            )
+        if not 0 <= message.transfer < self._ctx.config.relay.transfers or not 0 <= message.tag < 1 << 64:
+            raise RelayError(ErrorCode.BAD_ARGUMENT, f"transfer {message.transfer}, tag {message.tag}")
+        client.notes[message.transfer] = message
+        return protocol.Done(message.id)
+
+    async def _abort(self, client: Client, message: protocol.Abort) -> Reply:
+        ctx, timeout_s = self._ctx, _timeout(message.timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if not 0 < message.tag < 1 << 64:
+            raise RelayError(ErrorCode.BAD_ARGUMENT, f"tag {message.tag}: expected 1 to 2**64 - 1")
+        refused = ctx.commands.to_all(lambda cookie: ctx.plane.add_tombstone(client.row, message.tag, cookie))
+        done, _ = await asyncio.wait([refused], timeout=timeout_s)
+        if not done:
+            return protocol.Aborted(
+                message.id, False, 0, f"this process has not emptied its bounce memory within {timeout_s:g} s"
+            )
+        remaining = max(deadline - time.monotonic(), 0.0)
+        settled, transfers, text = await self._sessions.abort(client, message.tag, remaining)
+        return protocol.Aborted(message.id, settled, transfers, text)
+
+    def _cancel(self, client: Client, message: protocol.Cancel) -> Reply:
+        self._ctx.plane.cancel_transfer(client.row, message.transfer, message.generation, Result.CANCELLED)
+        return protocol.Done(message.id)
+
+
+def _timeout(timeout_s: float) -> float:
+    if not timeout_s >= 0:
+        raise RelayError(ErrorCode.BAD_ARGUMENT, f"timeout of {timeout_s} s")
+    return min(timeout_s, LONGEST_WAIT_S)
+
+
+def _check_file(fd: int, offset: int, nbytes: int) -> None:
+    facts = os.fstat(fd)
+    if not stat.S_ISREG(facts.st_mode):
+        raise RelayError(
+            ErrorCode.NOT_SUPPORTED, "the descriptor of a shared region must be a memfd or shared memory object"
+        )
+    if offset < 0 or offset + nbytes > facts.st_size:
+        raise RelayError(
+            ErrorCode.OUT_OF_BOUNDS,
+            f"{nbytes} bytes at offset {offset} of a file of {facts.st_size} bytes cannot be a region",
+        )
+
+
+def _check_region(peer: Peer, opened: protocol.PeerRegion) -> None:
+    """What the peer says of its region must fit the tables here."""
+    numbers = (opened.handle, opened.owner, opened.window_bytes)
+    if not (
+        0 <= opened.rail < len(peer.rails)
+        and 0 < opened.bytes < 1 << 63
+        and 0 <= opened.address < 1 << 64
+        and all(0 <= number < (1 << 32) - 1 for number in numbers)
+    ):
+        raise RelayError(ErrorCode.PROTOCOL, f"peer {peer.session} describes a region that cannot be: {opened}")

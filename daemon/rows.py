@@ -1,0 +1,23 @@
+"""Numbers of table rows. What was freed last is given out last, so that a late word about an old user meets no new
+one."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Rows:
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._fresh = 0
+        self._freed: deque[int] = deque()
+
+    def take(self) -> int | None:
+        """None if all are taken."""
+        if self._fresh < self.count:
+            self._fresh += 1
+            return self._fresh - 1
+        return self._freed.popleft() if self._freed else None
+
+    def free(self, row: int) -> None:
+        self._freed.append(row)

@@ -1,0 +1,392 @@
+"""Receiving side: sessions of sending daemons, the regions each of them may write, and the fence. Main thread only.
+
+A session belongs to one instance of a sending daemon. It outlives its control connection for session_linger_s, so that
+the sender can come back and ask which frames were placed; what it could still write is fenced at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Final
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.client.protocol import RailFacts
+from railrelay.daemon.client import Client, Region
+from railrelay.daemon.context import Context
+from railrelay.daemon.link import Answer, Link
+from railrelay.daemon.rails import Rails, check_facts
+from railrelay.daemon.rows import Rows
+
+HELLO_TIMEOUT_S: Final = 5.0
+MAX_STRANGERS: Final = 64  # control connections that have not said Hello yet
+KEPT_FENCES: Final = 1024  # a session
+KEPT_NOTES: Final = 4096  # ids of delivered notes a session, to tell a repeated one
+
+log = logging.getLogger("railrelay")
+
+
+@dataclass
+class Export:
+    """A region as one session may write it; ``users`` counts its PeerOpenRegion minus PeerCloseRegion."""
+
+    handle: int
+    region: Region
+    users: int = 0
+    removal: asyncio.Future[int] | None = None
+
+    @property
+    def withdrawn(self) -> bool:
+        return self.removal is not None
+
+
+@dataclass
+class Session:
+    index: int
+    instance: int
+    name: str
+    rails: list[RailFacts]
+    link: Link | None = None
+    exports: dict[int, Export] = field(default_factory=dict)  # by handle
+    tokens: set[int] = field(default_factory=set)  # connections that have not come yet
+    receivers: dict[int, int] = field(default_factory=dict)  # connection -> rail
+    fenced: OrderedDict[int, tuple[int, bytes]] = field(default_factory=OrderedDict)
+    waiting: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # connections being fenced
+    notes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    linger: asyncio.TimerHandle | None = None
+    ended: bool = False
+
+
+class Sessions:
+    def __init__(self, ctx: Context, rails: Rails, regions: dict[bytes, Region]) -> None:
+        """``regions``: the offered regions of all clients by capability."""
+        self._ctx = ctx
+        self._rails = rails
+        self._regions = regions
+        self._rows = Rows(ctx.config.limits.max_peers)
+        self._handles = Rows(ctx.config.limits.max_exports)
+        self._by_index: dict[int, Session] = {}
+        self._by_instance: dict[int, Session] = {}
+        self._by_connection: dict[int, Session] = {}
+        self._strangers: set[Link] = set()
+
+    # ---- control connections ----
+
+    def new_link(self) -> Link:
+        link = Link(self._ctx.state.error)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._ctx.state.error(
+                ErrorCode.LIMIT, f"{MAX_STRANGERS} control connections without Hello; another was closed"
+            )
+            asyncio.get_running_loop().call_soon(link.close, "too many strangers")
+            return link
+        link.handlers = {protocol.Hello: lambda hello: self._hello(link, hello)}
+        self._strangers.add(link)
+        link.closed.add_done_callback(lambda _: self._strangers.discard(link))
+        asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._expect_hello, link)
+        return link
+
+    def _expect_hello(self, link: Link) -> None:
+        if link in self._strangers and not link.closed.done():
+            link.violate(f"no Hello within {HELLO_TIMEOUT_S:g} s")
+
+    def _hello(self, link: Link, hello: protocol.Hello) -> Answer:
+        if hello.protocol != protocol.PROTOCOL_VERSION:
+            raise RelayError(
+                ErrorCode.VERSION,
+                f"{self._ctx.session} speaks protocol {protocol.PROTOCOL_VERSION}, {hello.session} {hello.protocol};"
+                " install the same railrelay version on both nodes",
+            )
+        if self._ctx.draining:
+            raise RelayError(ErrorCode.DRAINING, f"{self._ctx.session} is going down")
+        check_facts(hello.session, hello.rails)
+        session = self._by_instance.get(hello.instance)
+        if hello.expect:
+            if hello.expect != self._ctx.instance or session is None:
+                raise RelayError(
+                    ErrorCode.PEER_LOST, f"{self._ctx.session} does not know this session: it restarted or gave up"
+                )
+        else:
+            if session is not None:
+                self._end(session, "started anew")
+            session = self._new_session(hello)
+        self._strangers.discard(link)
+        self._connect(session, link)
+        return protocol.Welcome(hello.id, self._ctx.instance, session.index, self._ctx.rails)
+
+    def _new_session(self, hello: protocol.Hello) -> Session:
+        index = self._rows.take()
+        if index is None:
+            raise RelayError(
+                ErrorCode.LIMIT,
+                f"{self._ctx.session} serves {self._rows.count} senders already; raise limits.max_peers there",
+            )
+        session = Session(index, hello.instance, hello.session[:96], hello.rails)
+        self._by_index[index] = self._by_instance[hello.instance] = session
+        return session
+
+    def _connect(self, session: Session, link: Link) -> None:
+        if session.linger is not None:
+            session.linger.cancel()
+            session.linger = None
+        if session.link is not None:
+            old, session.link = session.link, None
+            old.close("replaced by a new control connection")
+            self._fence_all(session)
+        session.link = link
+        log.info("sender %s connected, instance %d", session.name, session.instance)
+        link.address = session.name
+        link.handlers = {
+            protocol.PeerOpenRegion: lambda message: self._open(session, message),
+            protocol.PeerCloseRegion: lambda message: self._close_region(session, message),
+            protocol.RailConnect: lambda message: self._rail_connect(session, message),
+            protocol.FenceRail: lambda message: self._fence_rail(session, message),
+            protocol.PeerNote: lambda message: self._note(session, message),
+        }
+        link.keep_alive(self._ctx.config.timeouts.peer_s)
+        link.closed.add_done_callback(lambda _: self._link_lost(session, link))
+
+    def _link_lost(self, session: Session, link: Link) -> None:
+        if session.link is not link or session.ended:
+            return
+        session.link = None
+        log.info("sender %s: control connection ended: %s", session.name, link.closed.result())
+        self._fence_all(session)
+        session.linger = asyncio.get_running_loop().call_later(
+            self._ctx.config.timeouts.session_linger_s, self._end, session, "did not come back"
+        )
+
+    def _end(self, session: Session, reason: str) -> None:
+        if not session.ended:
+            session.ended = True
+            self._ctx.spawn(self._finish(session, reason), f"end of the session of {session.name}")
+
+    async def _finish(self, session: Session, reason: str) -> None:
+        if self._by_instance.get(session.instance) is session:
+            del self._by_instance[session.instance]
+        if session.linger is not None:
+            session.linger.cancel()
+        if session.link is not None:
+            session.link.close(reason)
+        for connection in list(session.tokens):
+            self._rails.revoke(connection)
+            self._keep(session, connection, 0, b"")
+        self._fence_all(session)
+        if session.waiting:
+            await asyncio.wait(list(session.waiting.values()))
+        for export in list(session.exports.values()):
+            export.users = 0
+            await self._withdraw(session, export)
+        del self._by_index[session.index]
+        self._rows.free(session.index)
+
+    # ---- regions ----
+
+    def _open(self, session: Session, message: protocol.PeerOpenRegion) -> Answer:
+        region = self._regions.get(message.capability)
+        if region is None:
+            raise RelayError(ErrorCode.BAD_CAPABILITY, f"{self._ctx.session} offers no such region")
+        if not region.receive:
+            raise RelayError(
+                ErrorCode.BAD_CAPABILITY, f"the region at {self._ctx.session} was registered as a source only"
+            )
+        export = next(
+            (known for known in session.exports.values() if known.region is region and not known.withdrawn), None
+        )
+        if export is None:
+            handle = self._handles.take()
+            if handle is None:
+                raise RelayError(
+                    ErrorCode.LIMIT,
+                    f"{self._ctx.session} has {self._handles.count} regions open;"
+                    " close some, or raise limits.max_exports there",
+                )
+            self._ctx.plane.add_export(handle, session.index, region.client.row, region.index, region.nbytes)
+            export = session.exports[handle] = Export(handle, region)
+        export.users += 1
+        window_bytes = 0 if region.shared else int(self._ctx.config.relay.slot_bytes)
+        return protocol.PeerRegion(
+            message.id, export.handle, region.address, region.nbytes, region.rail, region.client.row, window_bytes
+        )
+
+    def _close_region(self, session: Session, message: protocol.PeerCloseRegion) -> Answer | Awaitable[Answer]:
+        export = session.exports.get(message.handle)
+        if export is None:
+            raise RelayError(
+                ErrorCode.BAD_REGION, f"region {message.handle} is not open in the session of {session.name}"
+            )
+        export.users -= 1
+        if export.users > 0:
+            return protocol.PeerDone(message.id)
+        return self._closed(session, export, message.id)
+
+    async def _closed(self, session: Session, export: Export, number: int) -> Answer:
+        await asyncio.shield(self._ctx.spawn(self._withdraw(session, export), "withdrawal of a region"))
+        return protocol.PeerDone(number)
+
+    async def withdraw(self, client: Client, region: Region | None = None) -> None:
+        """After this no byte lands in the region, or in any of the client, any more. The capability must be gone from
+        the table already."""
+        found = [
+            (session, export)
+            for session in self._by_index.values()
+            for export in session.exports.values()
+            if export.region.client is client and region in (None, export.region) and not export.withdrawn
+        ]
+        for session, export in found:
+            if session.link is not None:
+                session.link.send(protocol.PeerRegionGone(export.handle))
+        work = [self._ctx.spawn(self._withdraw(session, export), "withdrawal of a region") for session, export in found]
+        await asyncio.gather(*map(asyncio.shield, work))
+
+    async def _withdraw(self, session: Session, export: Export) -> None:
+        """The handle is free for another region only once the sender too has closed it, or its session has ended:
+        frames on their way still carry it."""
+        if export.removal is None:
+            export.removal = self._ctx.commands.to_all(
+                lambda cookie: self._ctx.plane.remove_export(export.handle, cookie)
+            )
+        await asyncio.shield(export.removal)
+        if export.users <= 0 and session.exports.pop(export.handle, None) is not None:
+            self._handles.free(export.handle)
+
+    # ---- rail connections and the fence ----
+
+    def _rail_connect(self, session: Session, message: protocol.RailConnect) -> Answer:
+        if not 0 <= message.remote_rail < len(self._ctx.rails):
+            raise RelayError(
+                ErrorCode.BAD_RAIL, f"rail {message.remote_rail} of {len(self._ctx.rails)} at {self._ctx.session}"
+            )
+        most = 4 * len(self._ctx.rails) * len(session.rails)  # bulk and express, and their successors
+        if len(session.receivers) + len(session.tokens) >= most:
+            raise RelayError(ErrorCode.LIMIT, f"{session.name} has {most} rail connections to {self._ctx.session}")
+        connection, secret = self._rails.issue(message.remote_rail, session.index)
+        self._by_connection[connection] = session
+        session.tokens.add(connection)
+        return protocol.RailToken(message.id, connection, secret)
+
+    def admit(self, rail: int, connection: int, index: int, accepted: socket.socket) -> None:
+        """A connection has shown its token. One whose control connection is gone is fenced already."""
+        session = self._by_index[index]
+        if session.ended or session.link is None:
+            accepted.close()
+            self._keep(session, connection, 0, b"")
+            return
+        session.tokens.discard(connection)
+        session.receivers[connection] = rail
+        self._ctx.plane.add_receiver(rail, connection, index, accepted.detach())
+
+    def expired(self, connection: int, _index: int) -> None:
+        self._keep(self._by_connection[connection], connection, 0, b"")
+
+    async def _fence_rail(self, session: Session, message: protocol.FenceRail) -> Answer:
+        connection = message.connection
+        if connection in session.tokens:
+            self._rails.revoke(connection)
+            self._keep(session, connection, 0, b"")
+        if connection in session.receivers:
+            await asyncio.shield(self._fence(session, connection))
+        result = session.fenced.get(connection)
+        if result is None:
+            raise RelayError(
+                ErrorCode.PEER_LOST, f"{self._ctx.session} has no connection {connection} of {session.name}"
+            )
+        return protocol.RailFenced(message.id, *result)
+
+    def _fence(self, session: Session, connection: int) -> asyncio.Future[None]:
+        if connection not in session.waiting:
+            session.waiting[connection] = asyncio.get_running_loop().create_future()
+            self._ctx.plane.fence_receiver(session.receivers[connection], connection)
+        return session.waiting[connection]
+
+    def _fence_all(self, session: Session) -> None:
+        for connection in list(session.receivers):
+            self._fence(session, connection)
+
+    def receiver_lost(self, connection: int) -> None:
+        session = self._by_connection.get(connection)
+        if session is not None and connection in session.receivers:
+            self._fence(session, connection)
+
+    def receiver_fenced(self, connection: int, placed: int) -> None:
+        codes = self._ctx.plane.fence_codes(connection)
+        session = self._by_connection.get(connection)
+        if session is None or session.receivers.pop(connection, None) is None:
+            return
+        self._keep(session, connection, placed, codes)
+        waiting = session.waiting.pop(connection, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def _keep(self, session: Session, connection: int, placed: int, codes: bytes) -> None:
+        self._by_connection.pop(connection, None)
+        session.tokens.discard(connection)
+        session.fenced[connection] = (placed, codes)
+        if len(session.fenced) > KEPT_FENCES:
+            session.fenced.popitem(last=False)
+
+    # ---- notes and abort ----
+
+    def _note(self, session: Session, message: protocol.PeerNote) -> Answer:
+        export = session.exports.get(message.handle)
+        if export is None or export.withdrawn:
+            raise RelayError(ErrorCode.REGION_GONE, f"region {message.handle} is gone at {self._ctx.session}")
+        if len(message.payload) > protocol.NOTE_BYTES:
+            raise RelayError(ErrorCode.LIMIT, f"note of {len(message.payload)} bytes; at most {protocol.NOTE_BYTES}")
+        if message.id not in session.notes:
+            session.notes[message.id] = None
+            if len(session.notes) > KEPT_NOTES:
+                session.notes.popitem(last=False)
+            export.region.client.send(protocol.Notification(message.tag, message.payload, session.name))
+        return protocol.PeerDone(message.id)
+
+    async def abort(self, client: Client, tag: int, timeout_s: float) -> tuple[bool, int, str]:
+        """(settled, transfers, text): ends transfers with ``tag`` into the client's regions at all senders. The client
+        has a tombstone for the tag already, so that only frames under way are in question."""
+        concerned: dict[int, list[int]] = {}
+        for session in self._by_index.values():
+            handles = [export.handle for export in session.exports.values() if export.region.client is client]
+            if handles:
+                concerned[session.index] = handles
+        ends = await asyncio.gather(
+            *(self._abort(self._by_index[index], tag, handles, timeout_s) for index, handles in concerned.items())
+        )
+        unsettled = [text for settled, _, text in ends if not settled]
+        return not unsettled, sum(count for _, count, _ in ends), "; ".join(unsettled)[:4096]
+
+    async def _abort(self, session: Session, tag: int, handles: list[int], timeout_s: float) -> tuple[bool, int, str]:
+        """Asks the sender; if it cannot confirm in half the time, the fence makes sure of it."""
+        count = 0
+        if session.link is not None:
+            request = protocol.PeerAbort(session.link.new_id(), tag, handles)
+            with contextlib.suppress(RelayError):
+                ended = await session.link.request(request, protocol.PeerAborted, timeout_s / 2)
+                count = ended.transfers
+                if ended.settled:
+                    return True, count, ""
+        self._fence_all(session)
+        if session.waiting:
+            _, unfenced = await asyncio.wait(list(session.waiting.values()), timeout=timeout_s / 2)
+            if unfenced:
+                return (
+                    False,
+                    count,
+                    f"{session.name}: {len(unfenced)} rail connections are not fenced within {timeout_s:g} s",
+                )
+        return True, count, ""
+
+    def close(self) -> None:
+        """Closes the control connections. Idempotent; the data plane closes what belongs to rails."""
+        for link in list(self._strangers):
+            link.close("the daemon ends")
+        for session in self._by_index.values():
+            if session.linger is not None:
+                session.linger.cancel()
+            if session.link is not None:
+                session.link.close("the daemon ends")

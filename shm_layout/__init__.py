@@ -1,0 +1,1 @@
+"""The shared-memory layout between the daemon and its clients."""

@@ -1,0 +1,80 @@
+"""The configuration: defaults, the printed example, and errors that name option, value and what is allowed."""
+
+from pathlib import Path
+
+import pytest
+
+from railrelay.daemon import config
+from railrelay.daemon.config import ConfigError, parse
+
+
+def test_without_a_file_there_is_one_rail_on_loopback() -> None:
+    loaded = config.load(None)
+    assert [rail.address for rail in loaded.rail] == ["127.0.0.1"]
+    assert loaded.relay.lane_bytes == 18 * 8 * 1024 * 1024
+    assert loaded.identity(0) == "rail0"
+
+
+def test_printed_example_says_the_defaults() -> None:
+    commented_in = "\n".join(
+        line.removeprefix("# ") if line.startswith("# ") and " = " in line else line
+        for line in config.EXAMPLE.split("\n")
+    )
+    loaded, defaults = parse(commented_in), parse("")
+    assert parse(config.EXAMPLE) == defaults
+    assert (loaded.relay, loaded.limits, loaded.timeouts) == (defaults.relay, defaults.limits, defaults.timeouts)
+    assert (loaded.tcp, loaded.data) == (defaults.tcp, defaults.data)
+
+
+def test_sizes_are_numbers_or_text_with_a_unit() -> None:
+    assert parse("[relay]\nslot_bytes = 131072").relay.slot_bytes == 131072
+    assert parse('[relay]\nslot_bytes = "128KiB"').relay.slot_bytes == 131072
+    assert parse('[relay]\nslot_bytes = "1 GiB"').relay.slot_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[relay]\nslots = 0", "relay.slots: 0: expected 2 to 256"),
+        ("[relay]\nslots = 257", "relay.slots: 257: expected 2 to 256"),
+        ('[relay]\nslots = "many"', 'relay.slots: "many": expected int, got str'),
+        ("[relay]\nslot_bytes = 4096", "relay.slot_bytes: 4096: expected 65536 to 1073741824"),
+        ("[relay]\nslot_bytes = 100000", "relay.slot_bytes: 100000: expected a multiple of 65536"),
+        ('[relay]\nslot_bytes = "8MB"', 'relay.slot_bytes: "8MB": expected bytes, or text such as'),
+        ("[relay]\nring_slices = 100", "relay.ring_slices: 100: expected a power of two"),
+        ("[relay]\nslot = 3", "relay.slot: no such option"),
+        ("[relays]\n", "relays: no such option"),
+        ("rail = []", "rail: 0: expected 1 to 16 [[rail]] sections"),
+        ("[[rail]]\ncpu = -1", "rail[0].address: required"),
+        ('[[rail]]\naddress = "eth0"', 'rail[0].address: "eth0": expected the IPv4 or IPv6 address'),
+        ('[[rail]]\naddress = "0.0.0.0"', 'rail[0].address: "0.0.0.0": expected'),
+        ('[[rail]]\naddress = "127.0.0.1"\nport = 65536', "rail[0].port: 65536: expected 0 to 65535"),
+        ('[[rail]]\naddress = "127.0.0.1"\nnic = "verbs"', 'rail[0].nic: "verbs": expected one of "tcp"'),
+        (
+            '[[rail]]\naddress = "127.0.0.1"\n[[rail]]\naddress = "127.0.0.1"\nidentity = "rail0"',
+            'rail[1].identity: "rail0": expected different on each rail',
+        ),
+        ("[node]\nrail_of_rank = [0, 1]", "node.rail_of_rank[1]: 1: expected 0 to 0"),
+        ('[node]\ninstance = "a/b"', 'node.instance: "a/b": expected 1 to 32 letters'),
+        ('[node]\nhost = "0.0.0.0"', 'node.host: "0.0.0.0": expected an address or name'),
+        ('[node]\nhost = "node7:4000"', 'node.host: "node7:4000": expected an address or name'),
+        ('[node]\ngroup = "no such group"', 'node.group: "no such group": there is no such group'),
+        ("[timeouts]\npeer_s = nan", "timeouts.peer_s: NaN: expected 0.1 to 600"),
+        ("slots = ", "not TOML"),
+    ],
+)
+def test_error_names_option_value_and_limit(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as failure:
+        parse(text)
+    assert str(failure.value).startswith(expected)
+
+
+def test_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.toml: No such file"):
+        config.load(tmp_path / "missing.toml")
+
+
+def test_rank_without_a_rail_has_none() -> None:
+    loaded = parse('[node]\nrail_of_rank = [1, 0]\n[[rail]]\naddress = "127.0.0.1"\n[[rail]]\naddress = "127.0.0.2"')
+    assert [loaded.rail_of(rank) for rank in range(3)] == [1, 0, None]
+    assert parse('[[rail]]\naddress = "127.0.0.1"').rail_of(5) == 0

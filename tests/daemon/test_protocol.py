@@ -1,0 +1,171 @@
+"""Session ids, the framing of the peer plane, and what becomes of a peer that breaks it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+import pytest
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.daemon.link import Link, LinkLost, LinkSilent, PeerRefused
+
+TIME_LIMIT_S = 10
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("node7:4000", "node7", 4000), ("10.0.0.1:1", "10.0.0.1", 1), ("[fe80::1]:65535", "fe80::1", 65535)],
+)
+def test_session_is_parsed_and_formatted_back(text: str, host: str, port: int) -> None:
+    assert protocol.parse_session(text) == (host, port)
+    assert protocol.format_session(host, port) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "node7", "node7:", ":4000", "node7:0", "node7:65536", "node7:x", "::1:4000", "a:٣"]
+)
+def test_session_that_is_none_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match="session "):
+        protocol.parse_session(text)
+
+
+@dataclass
+class Wire:
+    """A link that talks to a bare TCP connection."""
+
+    link: Link
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    reports: list[tuple[ErrorCode, str]]
+
+    async def send(self, message: protocol.PeerMessage) -> None:
+        packet = protocol.encode(message)
+        self.writer.write(protocol.LENGTH_PREFIX.pack(len(packet)) + packet)
+        await self.writer.drain()
+
+    async def receive(self) -> protocol.PeerMessage:
+        (length,) = protocol.LENGTH_PREFIX.unpack(await self.reader.readexactly(protocol.LENGTH_PREFIX.size))
+        return protocol.peer_message(await self.reader.readexactly(length))
+
+
+Scenario = Callable[[Wire], Coroutine[None, None, None]]
+
+
+def on_wire(scenario: Scenario) -> None:
+    """Runs ``scenario(wire)`` in a loop of its own, within TIME_LIMIT_S."""
+
+    async def run() -> None:
+        reports: list[tuple[ErrorCode, str]] = []
+        links: list[Link] = []
+
+        def report(code: ErrorCode, text: str, *, key: str = "") -> None:
+            reports.append((code, key or text))
+
+        def new_link() -> Link:
+            links.append(Link(report))
+            return links[-1]
+
+        server = await asyncio.get_running_loop().create_server(new_link, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        while not links:
+            await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(TIME_LIMIT_S):
+                await scenario(Wire(links[0], reader, writer, reports))
+        finally:
+            links[0].close("the test ends")
+            writer.close()
+            server.close()
+
+    asyncio.run(run())
+
+
+def test_messages_arrive_whole_however_they_are_cut() -> None:
+    async def scenario(wire: Wire) -> None:
+        seen: list[protocol.PeerCloseRegion] = []
+        wire.link.handlers = {protocol.PeerCloseRegion: seen.append}
+        packets = [protocol.encode(protocol.PeerCloseRegion(number, 7)) for number in range(50)]
+        stream = b"".join(protocol.LENGTH_PREFIX.pack(len(packet)) + packet for packet in packets)
+        for at in range(0, len(stream), 3):
+            wire.writer.write(stream[at : at + 3])
+            await asyncio.sleep(0)
+        await wire.send(protocol.Ping(99))
+        assert await wire.receive() == protocol.PeerDone(99)
+        assert [message.id for message in seen] == list(range(50))
+
+    on_wire(scenario)
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        protocol.LENGTH_PREFIX.pack(protocol.PEER_MESSAGE_BYTES + 1),
+        protocol.LENGTH_PREFIX.pack(4) + b"junk",
+        protocol.LENGTH_PREFIX.pack(0),
+        protocol.LENGTH_PREFIX.pack(len(protocol.encode(protocol.FenceRail(1, 2))))
+        + protocol.encode(protocol.FenceRail(1, 2)),
+    ],
+    ids=["too long", "not msgpack", "empty", "not expected here"],
+)
+def test_violation_closes_the_connection_with_one_report(stream: bytes) -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.writer.write(stream * 2)
+        assert await wire.reader.read() == b""
+        assert [code for code, _ in wire.reports] == [ErrorCode.PROTOCOL]
+        assert wire.link.closed.done()
+
+    on_wire(scenario)
+
+
+def test_request_gets_its_own_reply_even_out_of_order() -> None:
+    async def scenario(wire: Wire) -> None:
+        asked = [
+            asyncio.create_task(wire.link.request(protocol.Ping(number), protocol.PeerDone, 5)) for number in (1, 2)
+        ]
+        assert [await wire.receive() for _ in asked] == [protocol.Ping(1), protocol.Ping(2)]
+        await wire.send(protocol.PeerDone(2))
+        await wire.send(protocol.Refused(1, "busy", "later"))
+        assert await asked[1] == protocol.PeerDone(2)
+        with pytest.raises(PeerRefused, match="later") as refused:
+            await asked[0]
+        assert refused.value.code is ErrorCode.BUSY
+
+    on_wire(scenario)
+
+
+def test_silent_peer_and_lost_connection_are_told_apart() -> None:
+    async def scenario(wire: Wire) -> None:
+        with pytest.raises(LinkSilent):
+            await wire.link.request(protocol.Ping(1), protocol.PeerDone, 0.01)
+        await wire.send(protocol.PeerDone(1))  # late: ignored
+        asked = asyncio.create_task(wire.link.request(protocol.Ping(2), protocol.PeerDone, 5))
+        await wire.receive()
+        wire.writer.close()
+        with pytest.raises(LinkLost):
+            await asked
+        with pytest.raises(LinkLost):
+            await wire.link.request(protocol.Ping(3), protocol.PeerDone, 5)
+        assert wire.reports == []
+
+    on_wire(scenario)
+
+
+def test_handler_that_refuses_is_answered_by_refused() -> None:
+    def refuse(message: protocol.PeerCloseRegion) -> None:
+        raise RelayError(ErrorCode.BAD_REGION, f"region {message.handle}")
+
+    async def scenario(wire: Wire) -> None:
+        wire.link.handlers = {protocol.PeerCloseRegion: refuse}
+        await wire.send(protocol.PeerCloseRegion(5, 17))
+        assert await wire.receive() == protocol.Refused(5, "bad_region", "region 17")
+
+    on_wire(scenario)
+
+
+def test_peer_that_answers_no_ping_is_closed() -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.link.keep_alive(0.05)
+        assert "silent" in await wire.link.closed
+
+    on_wire(scenario)
