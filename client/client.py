@@ -27,15 +27,18 @@ _REPLY_MARGIN_S: Final = 1.0
 class Route(StrEnum):
     """How bytes travel. RELAY is the design; the others are there to measure it against."""
 
-    RELAY = "relay"  # through the lane of the destination's rail
-    DIRECT = "direct"  # straight from the source by the own rail
-    SERIAL = "serial"  # through lanes, one after the other
-    SCHEDULED = "scheduled"  # own rail only, senders in rounds
+    RELAY = "relay"  # through the lane of the destination's rail; own-rail blocks in shared memory go straight
+    RELAY_ALL = "relay_all"  # the same, but own-rail blocks go through their lane too
+    DIRECT = "direct"  # own rail to the far rail, all destinations at once
+    SERIAL = "serial"  # own rail, one transfer after the other in the order of submission
+    SCHEDULED = "scheduled"  # own rail, one transfer after the other in rounds with a shifting offset
 
     @property
     def number(self) -> int:
         return {
             Route.RELAY: core.ROUTE_RELAY,
+            Route.RELAY_ALL: core.ROUTE_RELAY_ALL,
+            Route.RELAY_ALL: core.ROUTE_RELAY_ALL,
             Route.DIRECT: core.ROUTE_DIRECT,
             Route.SERIAL: core.ROUTE_SERIAL,
             Route.SCHEDULED: core.ROUTE_SCHEDULED,

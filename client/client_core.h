@@ -1,4 +1,4 @@
-/* The client's data path in C: what submission.c (caller threads), feeder.c (A, the feeder thread) and unbouncer.c (the
+/* The client's data path in C: what the files about submissions (caller threads), feeder.c (A, the feeder thread) and unbouncer.c (the
  * bounce thread) share. No function here holds the GIL.
  *
  * Locks are private to the process: `tables` guards regions, remotes and peers; `queue` guards the list of parts and
@@ -186,7 +186,8 @@ struct rc_core {
     struct rc_counters counters;
 };
 
-/* ---- submission.c ---- */
+/* ---- opening.c ---- */
+__attribute__((format(printf, 3, 4))) int rc_fail(struct rc_error *error, const char *code, const char *format, ...); /* -1 */
 struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
                         uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
                         struct rc_error *error);
@@ -194,11 +195,20 @@ void rc_close(struct rc_core *core);
 void rc_free(struct rc_core *core);
 int rc_add_lane(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes, uint64_t generation);
 int rc_add_bounce(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes);
+
+/* ---- memory_tables.c ---- */
 int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64_t bytes, int shared, uint32_t rail);
 int rc_remove_region(struct rc_core *core, uint32_t index); /* -EBUSY, -ENOENT */
 int rc_add_peer(struct rc_core *core, uint32_t peer, const uint8_t *local_rails, uint32_t count);
 int rc_add_remote(struct rc_core *core, struct rc_remote remote);
 int rc_remove_remote(struct rc_core *core, uint32_t index); /* -EBUSY, -ENOENT */
+/* Holding tables. */
+const struct rc_region *rc_find_region(const struct rc_core *core, uint64_t address, const struct rc_region *hint);
+const struct rc_remote *rc_find_remote(const struct rc_core *core, uint32_t peer, uint64_t address, const struct rc_remote *hint);
+int rc_use_memory(struct rc_submission *submission, const struct rc_region *region, const struct rc_remote *remote);
+void rc_leave_memory(struct rc_submission *submission);
+
+/* ---- submission.c ---- */
 uint32_t rc_lanes_needed(struct rc_core *core, uint32_t peer); /* bit a rail */
 struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const uint64_t *sources, const uint64_t *destinations,
                                  const uint64_t *lengths, uint64_t count, uint64_t tag, uint64_t timeout_ns, int note,
@@ -207,6 +217,8 @@ struct rc_submission *rc_reserve_pages(struct rc_core *core, uint32_t peer, cons
                                        const int64_t *source_pages, const uint64_t *destination_rows, uint64_t destination_stride,
                                        const int64_t *destination_pages, uint32_t row_count, uint32_t page_count, uint64_t piece_bytes,
                                        uint64_t tag, uint64_t timeout_ns, int note, struct rc_ready ready, struct rc_error *error);
+
+/* ---- submission_life.c ---- */
 void rc_publish(struct rc_submission *submission);
 void rc_cancel(struct rc_submission *submission, uint32_t result);
 /* what: 0 done, 1 source done, 2 settled. At most timeout_ns; 1 if it is. */

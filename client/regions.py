@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from railrelay.client.client import Client
     from railrelay.client.peers import Peer
 
+_MADV_POPULATE_WRITE: Final = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -152,7 +154,10 @@ def shared_memory(nbytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
     try:
         os.posix_fallocate(fd, 0, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # a file that shrinks is a SIGBUS in the daemon
-        return fd, np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        mapped = mmap.mmap(fd, nbytes)
+        with contextlib.suppress(OSError):  # a kernel before 5.14: the pages are mapped on first use
+            mapped.madvise(_MADV_POPULATE_WRITE)
+        return fd, np.frombuffer(mapped, np.uint8)
     except OSError as failure:
         os.close(fd)
         text = f"alloc of {nbytes} bytes of shared memory: {failure.strerror}"

@@ -37,7 +37,9 @@ class Commands:
         return self.send(command, self.rails)
 
     def answered(self, cookie: int, value: int) -> None:
-        pending = self._pending[cookie]
+        pending = self._pending.get(cookie)
+        if pending is None:
+            return  # answered after close()
         pending.answers -= 1
         pending.total += value
         if not pending.answers:

@@ -70,3 +70,8 @@ async def on_worker(make: Callable[[], C]) -> C:
     except asyncio.CancelledError:
         future.add_done_callback(discard)
         raise
+
+
+async def run_on_worker(work: Callable[[], None]) -> None:
+    """Runs ``work`` on a worker thread; it goes on there if the waiter is cancelled."""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, work))

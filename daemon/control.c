@@ -133,7 +133,10 @@ static void free_client(struct rr_plane *plane, struct rr_client *client)
     free(client->contexts);
     free(client->regions);
     free(client->remotes);
-    free(client->tombstones);
+    for (struct rr_tombstones *set = client->tombstones, *older; set; set = older) {
+        older = set->older;
+        free(set);
+    }
     free(client->header);
     rr_unmap(client->segment);
     free(client);
@@ -700,10 +703,11 @@ int rr_plane_fence_codes(struct rr_plane *plane, uint64_t connection, uint8_t *c
 int rr_plane_add_export(struct rr_plane *plane, uint32_t handle, uint32_t session, uint32_t number, uint32_t region, uint64_t bytes)
 {
     struct rr_client *client = client_at(plane, number);
-    if (!client || handle >= plane->max_exports || region >= plane->regions_per_client || !client->regions[region].valid) return -ENOENT;
+    if (!client || handle == RR_NONE || region >= plane->regions_per_client || !client->regions[region].valid) return -ENOENT;
     if (bytes > client->regions[region].bytes) return -EINVAL;
-    struct rr_export *export = &plane->exports[handle];
+    struct rr_export *export = &plane->exports[handle % plane->max_exports];
     if (export->valid) return -EBUSY;
+    export->handle = handle;
     export->session = session;
     export->client = number;
     export->region = region;
@@ -721,9 +725,10 @@ static void run_remove_export(struct rr_rail *rail, struct rr_command *command)
 
 int rr_plane_remove_export(struct rr_plane *plane, uint32_t handle, uint64_t cookie)
 {
-    if (handle >= plane->max_exports || !plane->exports[handle].valid) return -ENOENT;
-    rr_store_release_u32(&plane->exports[handle].valid, 0);
-    to_all(plane, (struct rr_command){.run = run_remove_export, .cookie = cookie, .a = plane->exports[handle].client, .b = handle});
+    struct rr_export *export = &plane->exports[handle % plane->max_exports];
+    if (!export->valid || export->handle != handle) return -ENOENT;
+    rr_store_release_u32(&export->valid, 0);
+    to_all(plane, (struct rr_command){.run = run_remove_export, .cookie = cookie, .a = export->client, .b = handle});
     return 0;
 }
 
@@ -743,26 +748,35 @@ static void run_tombstone(struct rr_rail *rail, struct rr_command *command)
     rail->deferred = deferred;
 }
 
+static uint64_t *tombstone_word(struct rr_tombstones *set, uint64_t tag)
+{
+    uint64_t at = rr_tombstone_hash(tag);
+    while (set->tags[at] && set->tags[at] != tag) at = (at + 1) % (2 * RR_TOMBSTONES);
+    return &set->tags[at];
+}
+
 int rr_plane_add_tombstone(struct rr_plane *plane, uint32_t number, uint64_t tag, uint64_t cookie)
 {
     struct rr_client *client = client_at(plane, number);
     if (!client) return -ENOENT;
-    if (!client->tombstones) {
-        uint64_t *table = calloc(2 * RR_TOMBSTONES, sizeof *table);
-        if (!table) return -ENOMEM;
-        rr_store_release_pointer((void **)&client->tombstones, table);
-    }
-    if (tag && client->tombstone_count < RR_TOMBSTONES) {
-        for (uint64_t at = tag * 0x9e3779b97f4a7c15ull >> 47;; at++) {
-            uint64_t *word = &client->tombstones[at % (2 * RR_TOMBSTONES)];
-            if (*word == tag) break;
-            if (*word) continue;
-            rr_store_release_u64(word, tag);
-            client->tombstone_count++;
-            break;
+    if (!tag) return -EINVAL;
+    struct rr_tombstones *set = client->tombstones;
+    if (!set || set->count == RR_TOMBSTONES) {
+        struct rr_tombstones *fresh = calloc(1, sizeof *fresh);
+        if (!fresh) return -ENOMEM;
+        /* The set that goes has not been looked at since RR_TOMBSTONES aborts, each of which every rail has answered. */
+        if (set && set->older) {
+            free(set->older->older);
+            set->older->older = NULL;
         }
-    } else {
-        return tag ? -ENOSPC : -EINVAL;
+        fresh->older = set;
+        rr_store_release_pointer((void **)&client->tombstones, fresh);
+        set = fresh;
+    }
+    uint64_t *word = tombstone_word(set, tag);
+    if (!*word) {
+        rr_store_release_u64(word, tag);
+        set->count++;
     }
     to_all(plane, (struct rr_command){.run = run_tombstone, .cookie = cookie, .a = number, .b = tag});
     return 0;

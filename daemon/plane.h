@@ -74,6 +74,7 @@ struct rr_remote {
 /* A local region as one peer session may write it; same rules. */
 struct rr_export {
     uint32_t valid;
+    uint32_t handle; /* number in this table plus a multiple of max_exports: a late frame meets no later user */
     uint32_t session;
     uint32_t client;
     uint32_t region;
@@ -205,9 +206,16 @@ struct rr_client {
     struct rr_context *contexts;
     struct rr_region *regions;
     struct rr_remote *remotes;
-    uint64_t *tombstones;      /* open addressing, 2 * RR_TOMBSTONES; NULL until the first abort */
-    uint32_t tombstone_count;
+    struct rr_tombstones *tombstones; /* NULL until the first abort; newest set first */
     struct rr_port ports[RR_MAX_RAILS];
+};
+
+/* Aborted tags: open addressing, filled to half. When a set is full a new one goes in front and the one before the last
+ * is freed, so that at least the latest RR_TOMBSTONES tags are known. Written by the main thread. */
+struct rr_tombstones {
+    struct rr_tombstones *older;
+    uint32_t count;
+    uint64_t tags[2 * RR_TOMBSTONES];
 };
 
 /* Peer, remote rail and class: where slices wait for a connection or for their turn on it. */
@@ -361,6 +369,8 @@ struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path);
 void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result);
 void rr_violation(struct rr_rail *rail, struct rr_client *client, uint32_t result, uint64_t a, uint64_t b, uint64_t c);
 void *rr_rail_main(void *rail);
+
+static inline uint64_t rr_tombstone_hash(uint64_t tag) { return (tag * 0x9e3779b97f4a7c15ull >> 40) % (2 * RR_TOMBSTONES); }
 
 static inline void rr_count(struct rr_rail *rail, enum rr_rail_counter id, uint64_t value) { rr_counter_add(&rail->counters[id], value); }
 

@@ -16,7 +16,8 @@ NOTE_DUE: Final[int]         # (kind, rail, client, transfer, generation, 0, 0):
 TRANSFER_ENDED: Final[int]   # (kind, rail, client, transfer, generation, result, 0): only for transfers watch() asked about
 
 class DataPlane:
-    event_fd: int
+    @property
+    def event_fd(self) -> int: ...
     def __init__(self, node_segment: memoryview, *, instance: int, max_peers: int, max_sessions: int, max_exports: int,
                  regions_per_client: int, remotes_per_client: int, spin_us: int) -> None:
         """``node_segment``: the mapped, published node segment (rail, lane, client states are found through its table)."""
@@ -40,6 +41,10 @@ class DataPlane:
     def add_bounce(self, client: int, rail: int, fd: int, nbytes: int, cookie: int) -> None: ...
     def add_region(self, client: int, region: int, fd: int, offset: int, nbytes: int) -> None:
         """fd -1: private memory. OSError if it cannot be mapped."""
+    def prefault_region(self, client: int, region: int) -> None:
+        """Maps the pages of a shared region now instead of on first use. Without the GIL; for a worker thread."""
+    def prefault_rail(self, client: int, rail: int) -> None:
+        """The same for relay and bounce memory of the client on one rail."""
     def remove_region(self, client: int, region: int, cookie: int) -> None:
         """All rails answer; value = slices in flight that read it. Then finish_region_removal(busy)."""
     def finish_region_removal(self, client: int, region: int, busy: bool) -> None: ...

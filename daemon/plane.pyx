@@ -25,15 +25,25 @@ cdef extern from "plane.h" nogil:
     struct rr_context:
         uint64_t word, tag, started_ns, timeout_ns, fault
         uint32_t peer, handle
+    struct rr_mapping:
+        uint8_t *base
+        uint64_t bytes
+    struct rr_region:
+        rr_mapping *mapping
+    struct rr_bouncer:
+        rr_mapping *memory
     struct rr_port:
         int kick_fd
+        rr_mapping *lane_memory
+        rr_bouncer bouncer
     struct rr_client:
         rr_context *contexts
         uint32_t transfer_count
+        rr_region *regions
         rr_port *ports
     struct rr_plane:
         int event_fd
-        uint32_t rail_count, max_clients
+        uint32_t rail_count, max_clients, regions_per_client
         rr_client **clients
     rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
                               uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns)
@@ -79,6 +89,11 @@ cdef extern from "atomics.h" nogil:
     uint64_t rr_load_relaxed_u64(const uint64_t *)
     uint32_t rr_load_relaxed_u32(const uint32_t *)
 
+cdef extern from "<sys/mman.h>" nogil:
+    int madvise(void *, size_t, int)
+
+cdef int MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it, and pages are then mapped on first use
+
 COMMAND_DONE = RR_EVENT_COMMAND_DONE
 CONNECT_WANTED = RR_EVENT_CONNECT_WANTED
 SENDER_LOST = RR_EVENT_SENDER_LOST
@@ -94,6 +109,21 @@ cdef int check(int status) except -1:
     if status < 0:
         raise OSError(-status, os.strerror(-status))
     return status
+
+
+cdef void prefault(rr_mapping *mapping):
+    if mapping is NULL:
+        return
+    cdef uint8_t *base = mapping.base
+    cdef uint64_t left = mapping.bytes, step
+    # In steps, so that page tables of one process are not locked for long. An unmapped range is refused, no more.
+    with nogil:
+        while left:
+            step = left if left < 64 << 20 else 64 << 20
+            if madvise(base, step, MADV_POPULATE_WRITE):
+                break
+            base += step
+            left -= step
 
 
 cdef class DataPlane:
@@ -172,6 +202,17 @@ cdef class DataPlane:
     def remove_region(self, uint32_t client, uint32_t region, uint64_t cookie):
         check(rr_plane_remove_region(self.plane, client, region, cookie))
 
+    def prefault_region(self, uint32_t client, uint32_t region):
+        cdef rr_client *at = self.client(client)
+        if at is not NULL and region < self.plane.regions_per_client:
+            prefault(at.regions[region].mapping)
+
+    def prefault_rail(self, uint32_t client, uint32_t rail):
+        cdef rr_client *at = self.client(client)
+        if at is not NULL and rail < self.plane.rail_count:
+            prefault(at.ports[rail].lane_memory)
+            prefault(at.ports[rail].bouncer.memory)
+
     def finish_region_removal(self, uint32_t client, uint32_t region, bint busy):
         rr_plane_finish_region_removal(self.plane, client, region, busy)
 
@@ -244,7 +285,7 @@ cdef class DataPlane:
             at = self.plane.clients[number]
             if at is not NULL:
                 for i in range(at.transfer_count):
-                    count += rr_load_acquire_u64(&at.contexts[i].word) & 0xffffffff != 0
+                    count += (rr_load_acquire_u64(&at.contexts[i].word) & 0xffffffff) != 0
         return count
 
     def watch(self, uint32_t client, uint32_t transfer, uint32_t generation):

@@ -17,7 +17,7 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import Message
 from railrelay.daemon.client import Client, Region, Remote
-from railrelay.daemon.context import Context, on_worker
+from railrelay.daemon.context import Context, on_worker, run_on_worker
 from railrelay.daemon.memory import Memory, reserve
 from railrelay.daemon.peers import Peer, Peers
 from railrelay.daemon.sessions import Sessions
@@ -88,6 +88,7 @@ class Requests:
             ctx.state.lane_free(rail, client.row)
             client.lanes.pop(rail).close()
             raise
+        await run_on_worker(lambda: ctx.plane.prefault_rail(client.row, rail))
         client.socket.send(protocol.Leased(message.id, rail, generation, memory.nbytes), (memory.fd,))
         memory.close_fd()
         self._count(client)
@@ -120,6 +121,7 @@ class Requests:
             raise RelayError(
                 ErrorCode.BAD_ARGUMENT, f"region of {message.bytes} bytes cannot be mapped: {failure}"
             ) from None
+        await run_on_worker(lambda: ctx.plane.prefault_region(client.row, index))
         receive = message.receive or message.shared
         region = Region(
             client,
@@ -162,6 +164,7 @@ class Requests:
             client.bounces = made  # before the plane knows of it: if the client leaves now, they end with it
             for rail, memory in enumerate(made):
                 await self._add_bounce(client, rail, memory)
+                await run_on_worker(partial(ctx.plane.prefault_rail, client.row, rail))
         except BaseException:
             if not client.bounces:
                 for memory in made:

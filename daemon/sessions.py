@@ -22,7 +22,7 @@ from railrelay.daemon.client import Client, Region
 from railrelay.daemon.context import Context
 from railrelay.daemon.link import Answer, Link
 from railrelay.daemon.rails import Rails, check_facts
-from railrelay.daemon.rows import Rows
+from railrelay.daemon.rows import Handles, Rows
 
 HELLO_TIMEOUT_S: Final = 5.0
 MAX_STRANGERS: Final = 64  # control connections that have not said Hello yet
@@ -70,7 +70,7 @@ class Sessions:
         self._rails = rails
         self._regions = regions
         self._rows = Rows(ctx.config.limits.max_peers)
-        self._handles = Rows(ctx.config.limits.max_exports)
+        self._handles = Handles(ctx.config.limits.max_exports)
         self._by_index: dict[int, Session] = {}
         self._by_instance: dict[int, Session] = {}
         self._by_connection: dict[int, Session] = {}

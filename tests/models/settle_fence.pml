@@ -272,12 +272,12 @@ end_idle:
 
 proctype network()
 {
+end_idle:
     do
     :: atomic { epoch < last_epoch && !broken[epoch] -> broken[epoch] = true }
-    :: atomic { !control_broken -> control_broken = true }
+    :: atomic { !control_broken && last_epoch == 1 -> control_broken = true }
     :: atomic { control_broken && nempty(to_receiver) -> to_receiver?_, _ }
     :: atomic { control_broken && nempty(to_sender) -> to_sender?_ }
-    :: break
     od
 }
 
@@ -301,7 +301,7 @@ init {
         run connection(2);
         run receiver();
         run sender();
-        if /* one break, or two and a transfer A of one slice */
+        if /* one break and the control connection's; or two, transfer A has one slice and the control connection lasts */
         :: last_epoch = 1
         :: last_epoch = 2; state[1] = PLACED; writes[1] = 1
         fi

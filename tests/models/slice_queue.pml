@@ -79,6 +79,7 @@ end:
 proctype hostile()
 {
     byte writes;
+end_quiet:
     do
     :: writes < 4 ->
         if
@@ -90,7 +91,6 @@ proctype hostile()
         :: low[AT(LAST, START)] = LIMIT
         fi;
         writes++
-    :: break
     od
 }
 

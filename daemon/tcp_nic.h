@@ -1,0 +1,128 @@
+/* Inside of the TCP NIC: what tcp_nic.c, tcp_sender.c and tcp_receiver.c share. The rail's thread. */
+#ifndef RAILRELAY_TCP_NIC_H
+#define RAILRELAY_TCP_NIC_H
+
+#include "nic.h"
+
+#define FRAME_MAGIC 0x4d415246u /* "FRAM" */
+#define REPLY_MAGIC 0x4c504552u /* "REPL" */
+#define FRAME_DATA 1u
+#define FRAME_WANT 2u
+#define REPLY_DONE 1u
+#define REPLY_GRANT 2u
+#define PIECES_PER_CALL 1022u
+#define LOOKAHEAD_BYTES 8192u
+#define VISIT_BYTES (8u << 20) /* moved for one connection before others get their turn */
+#define SCRATCH_BYTES 65536u
+#define EVENTS_PER_POLL 64
+#define RECEIVE_WAKE_BYTES 262144u /* a receiver in the middle of a frame sleeps until this much more is there */
+#define REPLIES_MAX (2 * RR_WINDOW + RR_BOUNCE_WAITS)
+
+struct frame {
+    uint32_t magic;
+    uint16_t type;
+    uint16_t reserved;
+    uint32_t run_count;
+    uint32_t owner; /* number of the destination client at the receiver */
+    uint64_t sequence;
+    uint64_t bytes;
+    uint64_t tag;
+    uint64_t grant; /* bounce slot + 1, or 0 */
+    struct rr_wire_run run;
+};
+_Static_assert(sizeof(struct frame) == 64, "wire frame");
+
+struct reply {
+    uint32_t magic;
+    uint16_t type;
+    uint16_t code;
+    uint64_t sequence;
+    uint64_t grant;
+    uint64_t bytes;
+};
+_Static_assert(sizeof(struct reply) == 32, "wire reply");
+
+enum role { SENDER, RECEIVER };
+enum stage { HEADER, RUNS, PAYLOAD };
+
+struct rr_connection {
+    struct rr_connection *next;
+    enum role role;
+    int fd; /* -1: lost */
+    uint64_t id;
+
+    /* sender */
+    struct rr_path *path;
+    struct frame out;
+    struct rr_work *current; /* being written; NULL while `out` is a WANT or nothing is */
+    uint64_t out_sent, out_bytes;
+    uint32_t piece;
+    uint64_t piece_sent;
+    int writing, blocked;
+    uint64_t next_sequence, oldest;
+    struct rr_work *window[RR_WINDOW];
+    struct rr_work *parked;  /* waiting for a grant */
+    struct rr_work *granted, *granted_last;
+    uint64_t next_want;
+    struct reply in_replies[128];
+    uint32_t in_bytes;
+
+    /* receiver */
+    uint32_t session;
+    enum stage stage;
+    uint32_t wake_bytes; /* what SO_RCVLOWAT is set to */
+    struct frame in;
+    uint32_t in_have;
+    uint32_t run_have; /* bytes */
+    uint32_t iov_count, iov_at;
+    uint64_t payload_left;
+    uint16_t code;
+    int refused;
+    int32_t bounce_slot; /* -1: none */
+    uint32_t bounces_pending;
+    int fencing;
+    uint64_t received;   /* sequence of the last whole frame */
+    uint8_t codes[RR_WINDOW];
+    struct rr_wire_run *runs; /* [RR_WIRE_RUNS_MAX] */
+    struct iovec *iov;        /* [RR_WIRE_RUNS_MAX] */
+    uint8_t lookahead[LOOKAHEAD_BYTES];
+    uint32_t look_at, look_have;
+    struct reply *out_replies; /* circular, [REPLIES_MAX] */
+    uint32_t reply_at, reply_count, reply_sent;
+};
+
+struct tcp_nic {
+    struct rr_nic base;
+    int epoll_fd;
+    struct rr_connection *connections;
+    uint8_t scratch[SCRATCH_BYTES];
+};
+
+static inline struct tcp_nic *tcp(struct rr_nic *nic) { return (struct tcp_nic *)nic; }
+
+/* tcp_nic.c */
+struct rr_connection *tcp_add_connection(struct tcp_nic *nic, uint64_t id, enum role role, int fd, uint32_t events);
+void tcp_close_socket(struct rr_connection *c);
+void tcp_free_connection(struct tcp_nic *nic, struct rr_connection *c);
+void tcp_touch(const struct iovec *pieces, uint32_t count);
+void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error);
+
+/* tcp_sender.c */
+struct rr_connection *tcp_add_sender(struct rr_nic *base, uint64_t id, struct rr_path *path, uint32_t epoch, int fd);
+int tcp_post(struct rr_nic *base, struct rr_path *path);
+int tcp_read_replies(struct tcp_nic *nic, struct rr_connection *c);
+void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const uint8_t *codes, uint32_t code_count,
+                       uint32_t otherwise);
+void tcp_close_senders(struct rr_nic *base, uint32_t peer, uint32_t result);
+void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context);
+
+/* tcp_receiver.c */
+void tcp_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int fd);
+void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c);
+int tcp_read_frames(struct tcp_nic *nic, struct rr_connection *c);
+int tcp_reclaim(struct rr_nic *base, struct rr_client *client);
+void tcp_drop_bounces(struct rr_nic *base, struct rr_client *client);
+void tcp_fence(struct rr_nic *base, struct rr_connection *c);
+void tcp_refuse(struct rr_nic *base, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result);
+
+#endif

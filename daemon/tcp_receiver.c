@@ -1,0 +1,508 @@
+/* The TCP NIC, receiving end: checks frames and places them, bounce memory, refusal and the fence. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include "tcp_nic.h"
+
+void tcp_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int fd)
+{
+    struct rr_connection *c = tcp_add_connection(tcp(base), id, RECEIVER, fd, EPOLLIN | EPOLLRDHUP);
+    c->session = session;
+    c->wake_bytes = 1;
+}
+
+void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c)
+{
+    while (c->reply_count && c->fd >= 0) {
+        uint32_t first = c->reply_at, run = REPLIES_MAX - first;
+        if (run > c->reply_count) run = c->reply_count;
+        ssize_t sent = send(c->fd, (uint8_t *)&c->out_replies[first] + c->reply_sent, run * sizeof(struct reply) - c->reply_sent,
+                            MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0 && errno == EINTR) continue;
+        if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+            struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP, .data.ptr = c};
+            epoll_ctl(nic->epoll_fd, EPOLL_CTL_MOD, c->fd, &event);
+            c->blocked = 1;
+            return;
+        }
+        if (sent < 0) {
+            tcp_lose(&nic->base, c, errno);
+            return;
+        }
+        uint64_t total = c->reply_sent + (uint64_t)sent;
+        uint32_t whole = (uint32_t)(total / sizeof(struct reply));
+        c->reply_sent = (uint32_t)(total % sizeof(struct reply));
+        c->reply_at = (c->reply_at + whole) % REPLIES_MAX;
+        c->reply_count -= whole;
+    }
+    if (c->blocked && c->fd >= 0) {
+        struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP, .data.ptr = c};
+        epoll_ctl(nic->epoll_fd, EPOLL_CTL_MOD, c->fd, &event);
+        c->blocked = 0;
+    }
+}
+
+/* A sender that keeps to its window can never fill the list: one that does not is cut off. */
+static void queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t type, uint16_t code, uint64_t sequence, uint64_t grant)
+{
+    if (c->fd < 0) return;
+    if (c->reply_count == REPLIES_MAX) {
+        tcp_lose(&nic->base, c, EPROTO);
+        return;
+    }
+    struct reply *reply = &c->out_replies[(c->reply_at + c->reply_count++) % REPLIES_MAX];
+    *reply = (struct reply){REPLY_MAGIC, type, code, sequence, grant, 0};
+}
+
+static void acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequence, uint16_t code)
+{
+    c->codes[sequence % RR_WINDOW] = (uint8_t)code;
+    queue_reply(nic, c, REPLY_DONE, code, sequence, 0);
+}
+
+static struct rr_bouncer *bouncer_of(struct rr_rail *rail, uint32_t number)
+{
+    struct rr_client *client = number < RR_MAX_CLIENTS ? rail->by_number[number] : NULL;
+    if (!client) return NULL;
+    struct rr_bouncer *bouncer = &client->ports[rail->number].bouncer;
+    return bouncer->shared ? bouncer : NULL;
+}
+
+static void grant_waiting(struct tcp_nic *nic, struct rr_bouncer *bouncer)
+{
+    while (bouncer->waits_head != bouncer->waits_tail) {
+        struct rr_bounce_wait *wait = &bouncer->waits[bouncer->waits_head % RR_BOUNCE_WAITS];
+        if (wait->connection) {
+            uint32_t slot = 0;
+            while (slot < bouncer->slots && bouncer->reserved_by[slot]) slot++;
+            if (slot == bouncer->slots) return;
+            bouncer->reserved_by[slot] = wait->connection;
+            queue_reply(nic, wait->connection, REPLY_GRANT, RR_OK, wait->sequence, slot + 1);
+            tcp_flush_replies(nic, wait->connection);
+        }
+        bouncer->waits_head++;
+    }
+}
+
+static void on_want(struct tcp_nic *nic, struct rr_connection *c)
+{
+    struct rr_rail *rail = nic->base.rail;
+    struct rr_bouncer *bouncer = bouncer_of(rail, c->in.owner);
+    if (!bouncer) {
+        queue_reply(nic, c, REPLY_GRANT, RR_REGION_GONE, c->in.sequence, 0);
+    } else if (c->in.bytes > rail->plane->slot_bytes) {
+        queue_reply(nic, c, REPLY_GRANT, RR_OUT_OF_BOUNDS, c->in.sequence, 0);
+    } else if (bouncer->waits_tail - bouncer->waits_head >= RR_BOUNCE_WAITS) {
+        tcp_lose(&nic->base, c, ENOBUFS);
+    } else {
+        bouncer->waits[bouncer->waits_tail++ % RR_BOUNCE_WAITS] = (struct rr_bounce_wait){c, c->in.sequence};
+        grant_waiting(nic, bouncer);
+    }
+}
+
+static int tombstone(const struct rr_client *client, uint64_t tag)
+{
+    const struct rr_tombstones *set = rr_load_acquire_pointer((void *const *)&client->tombstones);
+    /* Two sets are enough: a third may be on its way out. */
+    for (int sets = 0; set && tag && sets < 2; set = set->older, sets++) {
+        for (uint64_t at = rr_tombstone_hash(tag);; at = (at + 1) % (2 * RR_TOMBSTONES)) {
+            uint64_t seen = rr_load_relaxed_u64(&set->tags[at]);
+            if (seen == tag) return 1;
+            if (!seen) break;
+        }
+    }
+    return 0;
+}
+
+/* Checks every run of the frame; the result decides whether any byte of it is placed. */
+static uint16_t check_runs(struct rr_rail *rail, struct rr_connection *c)
+{
+    struct rr_plane *plane = rail->plane;
+    uint64_t total = 0;
+    uint16_t result = RR_OK;
+    c->iov_count = 0;
+    int private = c->in.grant != 0;
+    for (uint32_t i = 0; i < c->in.run_count; i++) {
+        const struct rr_wire_run *run = &c->runs[i];
+        total += run->length;
+        if (result) continue;
+        struct rr_export *export = &plane->exports[run->handle % plane->max_exports];
+        if (!rr_load_acquire_u32(&export->valid) || export->handle != run->handle || export->session != c->session || export->client != c->in.owner) {
+            result = RR_REGION_GONE;
+            continue;
+        }
+        if (run->length == 0 || run->offset > export->bytes || run->length > export->bytes - run->offset) {
+            result = RR_OUT_OF_BOUNDS;
+            continue;
+        }
+        if (private != (export->base == NULL)) {
+            result = RR_BAD_REGION;
+            continue;
+        }
+        uint8_t *base = export->base + run->offset;
+        struct iovec *iov = &c->iov[c->iov_count];
+        if (private) continue;
+        if (c->iov_count && (uint8_t *)iov[-1].iov_base + iov[-1].iov_len == base) {
+            iov[-1].iov_len += run->length;
+        } else {
+            iov->iov_base = base;
+            iov->iov_len = run->length;
+            c->iov_count++;
+        }
+    }
+    if (total != c->in.bytes) return RR_PROTOCOL;
+    struct rr_client *owner = rail->by_number[c->in.owner];
+    if (!owner) return RR_REGION_GONE;
+    if (!result && tombstone(owner, c->in.tag)) result = RR_ABORTED;
+    return result;
+}
+
+static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
+{
+    struct rr_rail *rail = nic->base.rail;
+    c->stage = PAYLOAD;
+    c->payload_left = c->in.bytes;
+    c->iov_at = 0;
+    c->bounce_slot = -1;
+    c->code = check_runs(rail, c);
+    if (c->code == RR_PROTOCOL) return -1;
+    if (c->in.grant) {
+        struct rr_bouncer *bouncer = bouncer_of(rail, c->in.owner);
+        uint64_t slot = c->in.grant - 1;
+        if (!bouncer) {
+            c->code = RR_REGION_GONE;
+        } else if (slot >= bouncer->slots || bouncer->reserved_by[slot] != c || c->in.bytes > rail->plane->slot_bytes ||
+                   c->in.run_count > rail->plane->table_entries) {
+            return -1;
+        } else {
+            c->bounce_slot = (int32_t)slot;
+            c->iov[0].iov_base = bouncer->memory->base + slot * rail->plane->slot_bytes;
+            c->iov[0].iov_len = c->in.bytes;
+            c->iov_count = 1;
+        }
+    }
+    c->refused = c->code != RR_OK;
+    if (c->refused) rr_count(rail, RR_RAIL_REFUSED_FRAMES, 1);
+    return 0;
+}
+
+static void free_bounce_slot(struct tcp_nic *nic, struct rr_bouncer *bouncer, uint32_t slot)
+{
+    bouncer->reserved_by[slot] = NULL;
+    grant_waiting(nic, bouncer);
+}
+
+static void publish_bounce(struct tcp_nic *nic, struct rr_connection *c)
+{
+    struct rr_rail *rail = nic->base.rail;
+    struct rr_plane *plane = rail->plane;
+    struct rr_client *client = rail->by_number[c->in.owner];
+    struct rr_bouncer *bouncer = &client->ports[rail->number].bouncer;
+    uint64_t at = bouncer->filled % bouncer->slots;
+    struct rr_bounce_frame *frame = &bouncer->frames[at];
+    struct rr_run *runs = bouncer->runs + at * plane->table_entries;
+    for (uint32_t i = 0; i < c->in.run_count; i++)
+        runs[i] = (struct rr_run){c->runs[i].offset, c->runs[i].length, plane->exports[c->runs[i].handle % plane->max_exports].region};
+    frame->slot = (uint32_t)c->bounce_slot;
+    frame->run_count = c->in.run_count;
+    frame->bytes = c->in.bytes;
+    bouncer->pending[at] = (struct rr_bounce_pending){c, c->in.sequence, c->in.tag, (uint32_t)c->bounce_slot};
+    c->bounces_pending++;
+    bouncer->filled++;
+    rr_store_release_u64(&bouncer->shared->filled, bouncer->filled); /* SYNC filled */
+    rr_count(rail, RR_RAIL_BOUNCED_BYTES, c->in.bytes);
+    rr_count_wake(&client->control->bounce_wake, &client->control->bounce_sleeping);
+}
+
+static void on_frame(struct tcp_nic *nic, struct rr_connection *c)
+{
+    struct rr_rail *rail = nic->base.rail;
+    c->received = c->in.sequence;
+    rr_count(rail, RR_RAIL_FRAMES_RECEIVED, 1);
+    rr_count(rail, RR_RAIL_BYTES_RECEIVED, c->in.bytes);
+    c->stage = HEADER;
+    if (c->bounce_slot >= 0 && !c->refused) {
+        publish_bounce(nic, c);
+    } else {
+        struct rr_bouncer *bouncer = c->bounce_slot >= 0 ? bouncer_of(rail, c->in.owner) : NULL;
+        if (bouncer) free_bounce_slot(nic, bouncer, (uint32_t)c->bounce_slot);
+        acknowledge(nic, c, c->in.sequence, c->code);
+    }
+    c->bounce_slot = -1;
+}
+
+/* A whole header is there: 0 go on, -1 protocol error. */
+static int on_header(struct tcp_nic *nic, struct rr_connection *c)
+{
+    c->in_have = 0;
+    if (c->in.magic != FRAME_MAGIC) return -1;
+    if (c->in.type == FRAME_WANT) {
+        on_want(nic, c);
+        return c->fd < 0 ? -2 : 0;
+    }
+    if (c->in.type != FRAME_DATA || c->in.sequence != c->received + 1 || c->in.run_count == 0 || c->in.run_count > RR_WIRE_RUNS_MAX ||
+        c->in.bytes == 0 || c->in.bytes > RR_WIRE_BYTES_MAX || c->in.owner >= nic->base.rail->plane->max_clients)
+        return -1;
+    c->run_have = 0;
+    if (c->in.run_count == 1) {
+        c->runs[0] = c->in.run;
+        return start_payload(nic, c);
+    }
+    c->stage = RUNS;
+    return 0;
+}
+
+static uint32_t from_lookahead(struct rr_connection *c, void *to, uint64_t wanted)
+{
+    uint32_t have = c->look_have - c->look_at;
+    if (have > wanted) have = (uint32_t)wanted;
+    memcpy(to, c->lookahead + c->look_at, have);
+    c->look_at += have;
+    return have;
+}
+
+/* Moves the payload position by count bytes. */
+static void advance(struct rr_connection *c, uint64_t count)
+{
+    c->payload_left -= count;
+    while (count && !c->refused) {
+        struct iovec *iov = &c->iov[c->iov_at];
+        if (count < iov->iov_len) {
+            iov->iov_base = (uint8_t *)iov->iov_base + count;
+            iov->iov_len -= count;
+            return;
+        }
+        count -= iov->iov_len;
+        c->iov_at++;
+    }
+}
+
+static void payload_from_lookahead(struct tcp_nic *nic, struct rr_connection *c)
+{
+    while (c->payload_left && c->look_at < c->look_have) {
+        void *to = c->refused ? (void *)nic->scratch : c->iov[c->iov_at].iov_base;
+        uint64_t room = c->refused ? SCRATCH_BYTES : c->iov[c->iov_at].iov_len;
+        advance(c, from_lookahead(c, to, room < c->payload_left ? room : c->payload_left));
+    }
+}
+
+/* One read from the socket, into whatever the stage needs and what follows it into the look-ahead. */
+static ssize_t read_more(struct tcp_nic *nic, struct rr_connection *c)
+{
+    struct iovec iov[PIECES_PER_CALL + 2];
+    uint32_t count = 0;
+    uint64_t wanted = 0;
+    int to_end = 1;
+    if (c->stage == RUNS) {
+        iov[0].iov_base = (uint8_t *)c->runs + c->run_have;
+        wanted = iov[0].iov_len = c->in.run_count * sizeof *c->runs - c->run_have;
+        count = 1;
+    } else if (c->stage == PAYLOAD && c->refused) {
+        iov[0].iov_base = nic->scratch;
+        wanted = iov[0].iov_len = c->payload_left < SCRATCH_BYTES ? c->payload_left : SCRATCH_BYTES;
+        count = 1;
+        to_end = wanted == c->payload_left;
+    } else if (c->stage == PAYLOAD) {
+        uint32_t pieces = c->iov_count - c->iov_at;
+        if (pieces > PIECES_PER_CALL) pieces = PIECES_PER_CALL;
+        memcpy(iov, c->iov + c->iov_at, pieces * sizeof *iov);
+        count = pieces;
+        for (uint32_t i = 0; i < pieces; i++) wanted += iov[i].iov_len;
+        to_end = wanted == c->payload_left;
+    }
+    if (to_end) {
+        iov[count].iov_base = c->lookahead;
+        iov[count++].iov_len = LOOKAHEAD_BYTES;
+    }
+    ssize_t got;
+    for (;;) {
+        got = readv(c->fd, iov, (int)count);
+        if (got >= 0) break;
+        if (errno == EINTR) continue;
+        if (errno == EFAULT && c->stage == PAYLOAD && !c->refused) {
+            tcp_touch(c->iov + c->iov_at, c->iov_count - c->iov_at);
+            c->code = RR_REGION_GONE;
+            struct rr_client *client = nic->base.rail->by_number[c->in.owner];
+            if (client) rr_violation(nic->base.rail, client, RR_SEGMENT_TRUNCATED, 0, 0, 0);
+            continue;
+        }
+        return errno == EAGAIN || errno == EWOULDBLOCK ? -EAGAIN : -errno;
+    }
+    if (got == 0) return 0;
+    uint64_t placed = (uint64_t)got < wanted ? (uint64_t)got : wanted;
+    if (c->stage == RUNS)
+        c->run_have += (uint32_t)placed;
+    else if (c->stage == PAYLOAD)
+        advance(c, placed);
+    c->look_at = 0;
+    c->look_have = (uint32_t)((uint64_t)got - placed);
+    return got;
+}
+
+/* Never more than what must still come: the last bytes of a frame wake the rail whatever their number. */
+static void set_wake_bytes(struct rr_connection *c)
+{
+    uint64_t left = c->stage == PAYLOAD ? c->payload_left : 1;
+    uint32_t wanted = left >= RECEIVE_WAKE_BYTES ? RECEIVE_WAKE_BYTES : c->wake_bytes > 1 ? (uint32_t)left : 1;
+    if (wanted == c->wake_bytes || c->fd < 0) return;
+    int value = (int)wanted;
+    if (setsockopt(c->fd, SOL_SOCKET, SO_RCVLOWAT, &value, sizeof value) == 0) c->wake_bytes = wanted;
+}
+
+int tcp_read_frames(struct tcp_nic *nic, struct rr_connection *c)
+{
+    uint64_t moved = 0;
+    int work_count = 0;
+    while (c->fd >= 0) {
+        int status = 0;
+        if (c->stage == HEADER) {
+            c->in_have += from_lookahead(c, (uint8_t *)&c->in + c->in_have, sizeof c->in - c->in_have);
+            if (c->in_have == sizeof c->in) {
+                status = on_header(nic, c);
+                if (status == -2) break;
+                if (status == 0) {
+                    work_count++;
+                    continue;
+                }
+            }
+        } else if (c->stage == RUNS) {
+            uint32_t all = c->in.run_count * (uint32_t)sizeof *c->runs;
+            c->run_have += from_lookahead(c, (uint8_t *)c->runs + c->run_have, all - c->run_have);
+            if (c->run_have == all) {
+                status = start_payload(nic, c);
+                if (status == 0) continue;
+            }
+        } else {
+            payload_from_lookahead(nic, c);
+            if (c->payload_left == 0) {
+                on_frame(nic, c);
+                work_count++;
+                continue;
+            }
+        }
+        if (status < 0) {
+            tcp_lose(&nic->base, c, EPROTO);
+            break;
+        }
+        ssize_t got = moved < VISIT_BYTES ? read_more(nic, c) : -EAGAIN;
+        if (got == -EAGAIN) {
+            set_wake_bytes(c);
+            break;
+        }
+        if (got <= 0) {
+            tcp_flush_replies(nic, c);
+            tcp_lose(&nic->base, c, (int)-got);
+            break;
+        }
+        moved += (uint64_t)got;
+        work_count++;
+    }
+    tcp_flush_replies(nic, c);
+    return work_count;
+}
+
+int tcp_reclaim(struct rr_nic *base, struct rr_client *client)
+{
+    struct tcp_nic *nic = tcp(base);
+    struct rr_rail *rail = base->rail;
+    struct rr_bouncer *bouncer = &client->ports[rail->number].bouncer;
+    uint64_t emptied = rr_load_acquire_u64(&bouncer->shared->emptied); /* SYNC emptied */
+    if (emptied - bouncer->reclaimed > bouncer->filled - bouncer->reclaimed) {
+        rr_violation(rail, client, RR_PROTOCOL, emptied, bouncer->filled, 0);
+        return 0;
+    }
+    int work_count = 0;
+    while (bouncer->reclaimed != emptied) {
+        uint64_t at = bouncer->reclaimed % bouncer->slots;
+        struct rr_bounce_pending pending = bouncer->pending[at];
+        uint32_t result = rr_load_relaxed_u32(&bouncer->frames[at].result);
+        bouncer->reclaimed++;
+        pending.connection->bounces_pending--;
+        acknowledge(nic, pending.connection, pending.sequence, result == RR_OK ? RR_OK : RR_REGION_GONE);
+        tcp_flush_replies(nic, pending.connection);
+        if (pending.connection->fencing) base->ops->fence(base, pending.connection);
+        free_bounce_slot(nic, bouncer, pending.slot);
+        work_count++;
+    }
+    return work_count;
+}
+
+/* The client is gone: nobody empties its bounce memory any more. */
+void tcp_drop_bounces(struct rr_nic *base, struct rr_client *client)
+{
+    struct tcp_nic *nic = tcp(base);
+    struct rr_bouncer *bouncer = &client->ports[base->rail->number].bouncer;
+    if (!bouncer->shared) return;
+    while (bouncer->waits_head != bouncer->waits_tail) {
+        struct rr_bounce_wait *wait = &bouncer->waits[bouncer->waits_head++ % RR_BOUNCE_WAITS];
+        if (!wait->connection) continue;
+        queue_reply(nic, wait->connection, REPLY_GRANT, RR_REGION_GONE, wait->sequence, 0);
+        tcp_flush_replies(nic, wait->connection);
+    }
+    while (bouncer->reclaimed != bouncer->filled) {
+        struct rr_bounce_pending pending = bouncer->pending[bouncer->reclaimed++ % bouncer->slots];
+        pending.connection->bounces_pending--;
+        acknowledge(nic, pending.connection, pending.sequence, RR_REGION_GONE);
+        tcp_flush_replies(nic, pending.connection);
+        if (pending.connection->fencing) base->ops->fence(base, pending.connection);
+    }
+    for (struct rr_connection *c = nic->connections; c; c = c->next) {
+        if (c->role == RECEIVER && c->stage == PAYLOAD && c->bounce_slot >= 0 && c->in.owner == client->number) {
+            c->refused = 1;
+            c->code = RR_REGION_GONE;
+            c->bounce_slot = -1;
+        }
+    }
+    memset(bouncer->reserved_by, 0, bouncer->slots * sizeof *bouncer->reserved_by);
+    bouncer->shared = NULL;
+}
+
+void tcp_fence(struct rr_nic *base, struct rr_connection *c)
+{
+    struct tcp_nic *nic = tcp(base);
+    struct rr_rail *rail = base->rail;
+    struct rr_plane *plane = rail->plane;
+    if (c->role != RECEIVER) return;
+    tcp_close_socket(c);
+    if (!c->fencing) rr_count(rail, RR_RAIL_FENCES, 1);
+    c->fencing = 1;
+    if (c->bounces_pending) return; /* tcp_reclaim comes back */
+    for (uint32_t i = 0; i < RR_MAX_CLIENTS; i++) {
+        struct rr_bouncer *bouncer = bouncer_of(rail, i);
+        if (!bouncer) continue;
+        for (uint64_t at = bouncer->waits_head; at != bouncer->waits_tail; at++)
+            if (bouncer->waits[at % RR_BOUNCE_WAITS].connection == c) bouncer->waits[at % RR_BOUNCE_WAITS].connection = NULL;
+        for (uint32_t slot = 0; slot < bouncer->slots; slot++)
+            if (bouncer->reserved_by[slot] == c) bouncer->reserved_by[slot] = NULL;
+        grant_waiting(nic, bouncer);
+    }
+    struct rr_fence_record *record = calloc(1, sizeof *record);
+    if (!record) abort();
+    record->connection = c->id;
+    record->code_count = c->received < RR_WINDOW ? (uint32_t)c->received : RR_WINDOW;
+    for (uint32_t i = 0; i < record->code_count; i++)
+        record->codes[i] = c->codes[(c->received - record->code_count + 1 + i) % RR_WINDOW];
+    pthread_mutex_lock(&plane->event_lock);
+    record->next = plane->fences;
+    plane->fences = record;
+    pthread_mutex_unlock(&plane->event_lock);
+    rr_event_push(plane, RR_EVENT_RECEIVER_FENCED, rail->number, (int64_t)c->id, (int64_t)c->received, 0, 0, 0);
+    tcp_free_connection(nic, c);
+}
+
+void tcp_refuse(struct rr_nic *base, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result)
+{
+    for (struct rr_connection *c = tcp(base)->connections; c; c = c->next) {
+        if (c->role != RECEIVER || c->stage != PAYLOAD || c->refused || c->in.owner != client) continue;
+        int hit = handle == RR_NONE && c->in.tag == tag;
+        for (uint32_t i = 0; i < c->in.run_count && !hit && handle != RR_NONE; i++) hit = c->runs[i].handle == handle;
+        if (!hit) continue;
+        c->refused = 1;
+        c->code = (uint16_t)result;
+    }
+}

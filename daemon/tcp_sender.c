@@ -1,0 +1,303 @@
+/* The TCP NIC, sending end: frames out, replies in, and what happens to both when the connection is lost. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include "tcp_nic.h"
+
+struct rr_connection *tcp_add_sender(struct rr_nic *base, uint64_t id, struct rr_path *path, uint32_t epoch, int fd)
+{
+    struct rr_connection *c = tcp_add_connection(tcp(base), id, SENDER, fd, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
+    c->path = path;
+    path->connection = c;
+    path->epoch = epoch;
+    path->wanted = 0;
+    path->broken = 0;
+    return c;
+}
+
+static void start_frame(struct rr_connection *c, uint16_t type, const struct rr_work *work)
+{
+    memset(&c->out, 0, sizeof c->out);
+    c->out.magic = FRAME_MAGIC;
+    c->out.type = type;
+    c->out.owner = work->owner;
+    c->out.bytes = work->bytes;
+    c->out.tag = work->tag;
+    c->out_sent = 0;
+    c->out_bytes = sizeof c->out;
+    c->piece = 0;
+    c->piece_sent = 0;
+    c->writing = 1;
+}
+
+/* Chooses what to write next: granted slices, then the path's turn. 0 if there is nothing. */
+static int next_frame(struct rr_rail *rail, struct rr_connection *c)
+{
+    struct rr_work *work = c->granted;
+    if (c->next_sequence - c->oldest >= RR_WINDOW) {
+        rr_count(rail, RR_RAIL_WINDOW_FULL, 1);
+        return 0;
+    }
+    if (work) {
+        c->granted = work->next;
+        if (!c->granted) c->granted_last = NULL;
+        work->next = NULL;
+    } else {
+        work = rr_path_next(rail, c->path);
+        if (!work) return 0;
+        if (work->window_bytes) {
+            work->state = RR_WORK_PARKED;
+            work->connection = c;
+            work->sequence = ++c->next_want;
+            work->parked_ns = rr_now_ns();
+            work->next = c->parked;
+            c->parked = work;
+            rr_count(rail, RR_RAIL_GRANT_WAITS, 1);
+            start_frame(c, FRAME_WANT, work);
+            c->out.sequence = work->sequence;
+            c->current = NULL;
+            return 1;
+        }
+    }
+    work->state = RR_WORK_POSTED;
+    work->connection = c;
+    work->sequence = c->next_sequence++;
+    c->window[work->sequence % RR_WINDOW] = work;
+    c->current = work;
+    start_frame(c, FRAME_DATA, work);
+    c->out.sequence = work->sequence;
+    c->out.run_count = work->run_count;
+    c->out.grant = work->grant;
+    if (work->run_count == 1)
+        c->out.run = work->runs[0];
+    else
+        c->out_bytes += work->run_count * sizeof *work->runs;
+    return 1;
+}
+
+/* Writes what the socket takes of the current frame: 1 wrote all of it, 0 blocked, -1 lost. */
+static int write_frame(struct tcp_nic *nic, struct rr_connection *c, uint64_t *moved)
+{
+    struct rr_rail *rail = nic->base.rail;
+    struct rr_work *work = c->current;
+    struct iovec iov[PIECES_PER_CALL + 2];
+    while (c->writing) {
+        uint32_t count = 0;
+        if (c->out_sent < sizeof c->out) {
+            iov[count].iov_base = (uint8_t *)&c->out + c->out_sent;
+            iov[count++].iov_len = sizeof c->out - c->out_sent;
+        }
+        if (c->out_sent < c->out_bytes && c->out_bytes > sizeof c->out) {
+            uint64_t at = c->out_sent > sizeof c->out ? c->out_sent - sizeof c->out : 0;
+            iov[count].iov_base = (uint8_t *)work->runs + at;
+            iov[count++].iov_len = c->out_bytes - sizeof c->out - at;
+        }
+        uint32_t pieces = 0;
+        if (work) {
+            pieces = work->piece_count - c->piece;
+            if (pieces > PIECES_PER_CALL) pieces = PIECES_PER_CALL;
+            memcpy(iov + count, work->pieces + c->piece, pieces * sizeof *iov);
+            if (pieces) {
+                iov[count].iov_base = (uint8_t *)iov[count].iov_base + c->piece_sent;
+                iov[count].iov_len -= c->piece_sent;
+            }
+        }
+        struct msghdr message = {.msg_iov = iov, .msg_iovlen = count + pieces};
+        ssize_t sent = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (sent < 0) {
+            if (errno == EINTR) continue;
+            if (errno == EAGAIN || errno == EWOULDBLOCK) {
+                c->blocked = 1;
+                rr_count(rail, RR_RAIL_SOCKET_FULL, 1);
+                return 0;
+            }
+            if (errno == EFAULT && work) {
+                tcp_touch(work->pieces, work->piece_count);
+                rr_violation(rail, work->source->client, RR_SEGMENT_TRUNCATED, 0, 0, 0);
+                continue;
+            }
+            tcp_lose(&nic->base, c, errno);
+            return -1;
+        }
+        uint64_t left = (uint64_t)sent;
+        if (c->out_sent < c->out_bytes) {
+            uint64_t head = c->out_bytes - c->out_sent;
+            if (head > left) head = left;
+            c->out_sent += head;
+            left -= head;
+        }
+        *moved += left;
+        while (left) {
+            uint64_t rest = work->pieces[c->piece].iov_len - c->piece_sent;
+            if (left < rest) {
+                c->piece_sent += left;
+                break;
+            }
+            left -= rest;
+            c->piece++;
+            c->piece_sent = 0;
+        }
+        if (c->out_sent == c->out_bytes && (!work || c->piece == work->piece_count)) {
+            c->writing = 0;
+            if (work) {
+                rr_count(rail, RR_RAIL_FRAMES_SENT, 1);
+                rr_count(rail, RR_RAIL_BYTES_SENT, work->bytes);
+            }
+            c->current = NULL;
+        }
+    }
+    return 1;
+}
+
+int tcp_post(struct rr_nic *base, struct rr_path *path)
+{
+    struct rr_connection *c = path->connection;
+    if (!c || c->blocked) return 0;
+    uint64_t moved = 0;
+    int work_count = 0;
+    while (moved < VISIT_BYTES) {
+        if (!c->writing && !next_frame(base->rail, c)) break;
+        work_count++;
+        if (write_frame(tcp(base), c, &moved) <= 0) break;
+    }
+    return work_count;
+}
+
+static struct rr_work *unpark(struct rr_connection *c, uint64_t want)
+{
+    for (struct rr_work **link = &c->parked; *link; link = &(*link)->next) {
+        struct rr_work *work = *link;
+        if (work->sequence != want) continue;
+        *link = work->next;
+        work->next = NULL;
+        return work;
+    }
+    return NULL;
+}
+
+/* 0, or -1 for a reply to nothing. */
+static int on_reply(struct rr_rail *rail, struct rr_connection *c, const struct reply *reply)
+{
+    if (reply->magic != REPLY_MAGIC) return -1;
+    if (reply->type == REPLY_GRANT) {
+        struct rr_work *work = unpark(c, reply->sequence);
+        if (!work) return -1;
+        rr_count(rail, RR_RAIL_GRANT_WAIT_NS, rr_now_ns() - work->parked_ns);
+        if (reply->code) {
+            rr_work_done(rail, work, reply->code);
+            return 0;
+        }
+        work->grant = reply->grant;
+        if (c->granted_last)
+            c->granted_last->next = work;
+        else
+            c->granted = work;
+        c->granted_last = work;
+        return 0;
+    }
+    if (reply->type != REPLY_DONE || reply->sequence < c->oldest || reply->sequence >= c->next_sequence) return -1;
+    struct rr_work **at = &c->window[reply->sequence % RR_WINDOW];
+    struct rr_work *work = *at;
+    if (!work || work->sequence != reply->sequence || work == c->current) return -1;
+    *at = NULL;
+    while (c->oldest < c->next_sequence && !c->window[c->oldest % RR_WINDOW]) c->oldest++;
+    rr_work_done(rail, work, reply->code);
+    return 0;
+}
+
+int tcp_read_replies(struct tcp_nic *nic, struct rr_connection *c)
+{
+    int work_count = 0;
+    while (c->fd >= 0) {
+        ssize_t got = recv(c->fd, (uint8_t *)c->in_replies + c->in_bytes, sizeof c->in_replies - c->in_bytes, MSG_DONTWAIT);
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+        if (got <= 0) {
+            tcp_lose(&nic->base, c, got < 0 ? errno : 0);
+            return work_count + 1;
+        }
+        c->in_bytes += (uint32_t)got;
+        uint32_t whole = c->in_bytes / sizeof(struct reply);
+        for (uint32_t i = 0; i < whole; i++, work_count++) {
+            if (on_reply(nic->base.rail, c, &c->in_replies[i])) {
+                tcp_lose(&nic->base, c, EPROTO);
+                return work_count + 1;
+            }
+        }
+        uint32_t used = whole * (uint32_t)sizeof(struct reply);
+        memmove(c->in_replies, (uint8_t *)c->in_replies + used, c->in_bytes - used);
+        c->in_bytes -= used;
+    }
+    return work_count;
+}
+
+static void again(struct rr_rail *rail, struct rr_work *work, uint32_t otherwise)
+{
+    struct rr_client *client = work->source->client;
+    uint32_t result = rr_transfer_stopped(client, work->transfer, work->generation);
+    if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
+    if (!result) result = otherwise;
+    work->connection = NULL;
+    work->grant = 0;
+    if (result) {
+        rr_work_done(rail, work, result);
+    } else {
+        rr_count(rail, RR_RAIL_SLICES_RESENT, 1);
+        rr_path_queue(rail, work, 1);
+    }
+}
+
+void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const uint8_t *codes, uint32_t code_count,
+                       uint32_t otherwise)
+{
+    struct rr_rail *rail = base->rail;
+    if (c->role != SENDER) return;
+    if (c->fd >= 0) {
+        tcp_close_socket(c);
+        c->path->connection = NULL;
+    }
+    c->path->broken = 0;
+    /* Newest first: again() puts each in front, so they end up in their old order. */
+    for (uint64_t s = c->next_sequence; s-- > c->oldest;) {
+        struct rr_work *work = c->window[s % RR_WINDOW];
+        if (!work) continue;
+        c->window[s % RR_WINDOW] = NULL;
+        if (s <= placed && placed - s < code_count)
+            rr_work_done(rail, work, codes[code_count - 1 - (placed - s)]);
+        else
+            again(rail, work, otherwise);
+    }
+    struct rr_work *lists[2] = {c->granted, c->parked};
+    for (int i = 0; i < 2; i++) {
+        for (struct rr_work *work = lists[i], *next; work; work = next) {
+            next = work->next;
+            work->next = NULL;
+            again(rail, work, otherwise);
+        }
+    }
+    tcp_free_connection(tcp(base), c);
+}
+
+void tcp_close_senders(struct rr_nic *base, uint32_t peer, uint32_t result)
+{
+    struct rr_connection *c = tcp(base)->connections, *next;
+    for (; c; c = next) {
+        next = c->next;
+        if (c->role == SENDER && c->path->peer == peer) tcp_settle(base, c, 0, NULL, 0, result);
+    }
+}
+
+void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context)
+{
+    for (struct rr_connection *c = tcp(base)->connections; c; c = c->next) {
+        if (c->role != SENDER) continue;
+        for (uint64_t s = c->oldest; s < c->next_sequence; s++)
+            if (c->window[s % RR_WINDOW]) visit(context, c, c->window[s % RR_WINDOW]);
+        for (struct rr_work *work = c->parked; work; work = work->next) visit(context, c, work);
+        for (struct rr_work *work = c->granted; work; work = work->next) visit(context, c, work);
+    }
+}

@@ -1,0 +1,291 @@
+"""Real daemons: configuration, start, end, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from helpers import processes
+from helpers.waiting import LIMIT_S, until
+from railrelay.client import Client
+
+SHM: Final = Path("/dev/shm")
+PREFIX: Final = "railrelay."
+_numbers: Final = itertools.count(1)
+
+# Small, so that a few MiB fill and reuse everything many times, and quick to give up.
+SMALL: Final[Mapping[str, Mapping[str, object]]] = {
+    "relay": {
+        "slots": 4,
+        "slot_bytes": "256KiB",
+        "table_entries": 512,
+        "ring_slices": 16,
+        "ring_tables": 8,
+        "direct_slice_bytes": "256KiB",
+        "express_bytes": "64KiB",
+        "bounce_slots": 2,
+        "transfers": 64,
+    },
+    "timeouts": {
+        "connect_s": 2,
+        "peer_s": 3,
+        "settle_s": 0.3,
+        "fence_s": 0.3,
+        "drain_s": 3,
+        "session_linger_s": 10,
+        "predecessor_s": 3,
+    },
+    "tcp": {"congestion": "reno"},
+}
+
+
+def new_instance() -> str:
+    """A name that no other run uses."""
+    return f"t{os.getpid()}-{next(_numbers)}"
+
+
+def config_text(
+    instance: str, socket: Path | str, rails: int | Sequence[str], sections: Mapping[str, Mapping[str, object]]
+) -> str:
+    """TOML; ``rails``: how many on 127.0.0.1, or their addresses. ``sections`` may add to [node]."""
+    addresses = ["127.0.0.1"] * rails if isinstance(rails, int) else rails
+    node: dict[str, object] = {"instance": instance, "socket": str(socket), **sections.get("node", {})}
+    lines: list[str] = []
+    for name, options in {**sections, "node": node}.items():
+        lines += [f"[{name}]", *(f"{option} = {json.dumps(value)}" for option, value in options.items())]
+    for address in addresses:
+        lines += ["[[rail]]", f'address = "{address}"']
+    return "\n".join(lines) + "\n"
+
+
+def merged(
+    base: Mapping[str, Mapping[str, object]], changes: Mapping[str, Mapping[str, object]]
+) -> dict[str, dict[str, object]]:
+    return {name: {**base.get(name, {}), **changes.get(name, {})} for name in {**base, **changes}}
+
+
+@dataclass
+class Node:
+    """A daemon that has said that it is ready."""
+
+    instance: str
+    socket: str
+    session: str
+    log_path: Path
+    config_path: Path
+    process: subprocess.Popen[str]
+    ended: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def connect(self, rank: int = 0, **options: Any) -> Client:  # noqa: ANN401
+        return Client.connect(self.socket, rank=rank, **options)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stopped by SIGSTOP meanwhile."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        until(lambda: processes.state(self.pid) == "T", "the daemon stops")
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        code = self.process.wait(LIMIT_S)
+        self.ended = True
+        return code
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.wait()
+
+    def objects(self) -> list[str]:
+        """Shared memory objects of this instance."""
+        return sorted(name for name in os.listdir(SHM) if name.startswith(f"{PREFIX}{self.instance}."))
+
+    def errors(self) -> list[dict[str, Any]]:
+        """The distinct error log, as the command `railrelay errors` reads it."""
+        return self.cli("errors")["errors"]  # type: ignore[no-any-return]
+
+    def cli(self, verb: str, *arguments: str) -> dict[str, Any]:
+        found = subprocess.run(
+            [sys.executable, "-m", "railrelay.client.cli", verb, "--instance", self.instance, "--json", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert found.returncode == 0, found.stderr
+        shown: dict[str, Any] = json.loads(found.stdout)
+        return shown
+
+    def peer_states(self) -> dict[str, str]:
+        return {peer["session"]: peer["state"] for peer in self.cli("peers")["peers"]}
+
+
+@dataclass
+class Starting:
+    node: Node
+    ready_fd: int
+
+
+@dataclass
+class Nodes:
+    """Starts daemons below ``directory`` and ends all of them."""
+
+    directory: Path
+    limit_s: int = processes.LIMIT_S
+    started: list[Node] = field(default_factory=list)
+    tolerated: list[str] = field(default_factory=list)  # what logs may say in spite of the rules of check()
+
+    def start(
+        self,
+        rails: int | Sequence[str] = 1,
+        *,
+        instance: str = "",
+        prefix: Sequence[str] = (),
+        base: Mapping[str, Mapping[str, object]] = SMALL,
+        **sections: Mapping[str, object],
+    ) -> Node:
+        """``sections`` change single options of ``base``, as in relay={"slots": 2}."""
+        return self._ready(self._begin(rails, instance, prefix, merged(base, sections)))
+
+    def pair(
+        self,
+        rails: tuple[int | Sequence[str], int | Sequence[str]] = (1, 1),
+        *,
+        base: Mapping[str, Mapping[str, object]] = SMALL,
+        **sections: Mapping[str, object],
+    ) -> tuple[Node, Node]:
+        """A prefill and a decode node."""
+        starting = [self._begin(count, "", (), merged(base, sections)) for count in rails]
+        first, second = (self._ready(one) for one in starting)
+        return first, second
+
+    def fails(self, text: str) -> tuple[int, str]:
+        """Exit code and last line of the log of a daemon that cannot start with this configuration."""
+        instance = new_instance()
+        config = self.directory / f"{instance}.toml"
+        config.write_text(text)
+        log = self.directory / f"{instance}.log"
+        process = processes.start(["-m", "railrelay.daemon.main", "--config", str(config)], log=log)
+        try:
+            code = process.wait(LIMIT_S)
+        finally:
+            processes.end(process)
+        return code, log.read_text().strip().splitlines()[-1]
+
+    def again(self, node: Node) -> Node:
+        """A new daemon with the configuration of one that has ended."""
+        return self._ready(self._spawn(node.instance, node.config_path, ()))
+
+    def close(self) -> None:
+        """Ends what runs; AssertionError if a daemon does not end cleanly or has logged what it must not."""
+        problems: list[str] = []
+        for node in self.started:
+            if not node.ended:
+                node.process.send_signal(signal.SIGCONT)
+                node.process.send_signal(signal.SIGTERM)
+        for node in self.started:
+            problems += self._end(node)
+        self.started.clear()
+        assert not problems, "\n".join(problems)
+
+    def _end(self, node: Node) -> Iterator[str]:
+        if not node.ended:
+            try:
+                code = node.wait()
+            except subprocess.TimeoutExpired:
+                node.kill()
+                yield f"daemon {node.instance} did not end on SIGTERM; its log:\n{node.log}"
+            else:
+                if code:
+                    yield f"daemon {node.instance} ended with {code}; its log:\n{node.log}"
+        processes.end(node.process)
+        if node.process.returncode == -signal.SIGKILL:
+            for name in node.objects():  # a killed daemon leaves them for its successor
+                (SHM / name).unlink()
+        bad = [
+            line
+            for line in node.log.splitlines()
+            if ("Traceback" in line or "ERROR internal:" in line)
+            and not any(known in line for known in self.tolerated)
+        ]
+        if bad:
+            yield f"daemon {node.instance} logged {bad}"
+
+    def _begin(
+        self,
+        rails: int | Sequence[str],
+        instance: str,
+        prefix: Sequence[str],
+        sections: Mapping[str, Mapping[str, object]],
+    ) -> Starting:
+        instance = instance or new_instance()
+        config = self.directory / f"{instance}.toml"
+        config.write_text(config_text(instance, self.directory / f"{instance}.sock", rails, sections))
+        return self._spawn(instance, config, prefix)
+
+    def _spawn(self, instance: str, config: Path, prefix: Sequence[str]) -> Starting:
+        log = self.directory / f"{instance}.log"
+        ready, told = os.pipe()
+        try:
+            process = processes.start(
+                ["-m", "railrelay.daemon.main", "--config", str(config), "--ready-fd", str(told)],
+                log=log,
+                limit_s=self.limit_s,
+                pass_fds=[told],
+                prefix=prefix,
+            )
+        finally:
+            os.close(told)
+        node = Node(instance, "", "", log, config, process)
+        self.started.append(node)
+        return Starting(node, ready)
+
+    def _ready(self, starting: Starting) -> Node:
+        node = starting.node
+        deadline = time.monotonic() + LIMIT_S
+        said = b""
+        with open(starting.ready_fd, "rb", buffering=0) as ready:
+            while not said.endswith(b"\n"):
+                more = b""
+                if select.select([ready], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    more = ready.read(4096) or b""
+                if not more:
+                    node.ended = True
+                    processes.end(node.process)
+                    raise AssertionError(f"daemon {node.instance} is not ready; its log:\n{node.log}")
+                said += more
+        facts = json.loads(said)
+        node.socket, node.session = facts["socket"], facts["session"]
+        return node

@@ -1,0 +1,96 @@
+"""Child processes with a time limit that they cannot outlive, even if the tests are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Final
+
+LIMIT_S: Final = 120
+TESTS: Final = Path(__file__).resolve().parent.parent
+
+# An alarm outlives exec, and nobody here handles SIGALRM; SIGTERM comes if the tests are killed.
+_LAUNCHER: Final = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM);"
+    " signal.alarm(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+)
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    log: Path,
+    limit_s: int = LIMIT_S,
+    pass_fds: Sequence[int] = (),
+    pipes: bool = False,
+    prefix: Sequence[str] = (),
+) -> subprocess.Popen[str]:
+    """Starts ``python arguments`` with helpers importable. What it says goes to ``log``; with ``pipes`` its stdin and
+    stdout are pipes. ``prefix``: a command that runs it, such as unshare."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"}
+    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(limit_s)]
+    command = [*launcher, sys.executable, *arguments]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [*prefix, *command],
+            stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if pipes else output,
+            stderr=output,
+            pass_fds=pass_fds,
+            env=environment,
+            text=True,
+        )
+
+
+def end(process: subprocess.Popen[str]) -> int:
+    """Kills what still runs; the exit code."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
+    code = process.wait(10)
+    for pipe in (process.stdin, process.stdout):
+        _close(pipe)
+    return code
+
+
+def _close(pipe: IO[str] | None) -> None:
+    if pipe is not None:
+        try:
+            pipe.close()
+        except BrokenPipeError:
+            pass
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of a process, zombies included."""
+    found: list[int] = []
+    for task in os.listdir(f"/proc/{pid}/task"):
+        try:
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not."""
+    return state(pid) not in ("", "Z", "X")
+
+
+def state(pid: int) -> str:
+    """The letter of /proc/<pid>/stat; "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))

@@ -1,0 +1,307 @@
+"""Arguments that cannot work: one clear error each, before anything is sent, and the client goes on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from helpers import memory
+from helpers.memory import Link
+from helpers.nodes import Node, Nodes
+from railrelay.client import (
+    ArgumentError,
+    ConnectError,
+    ErrorCode,
+    PageLayout,
+    PeerError,
+    RegionError,
+    RelayError,
+    WaitTimeout,
+)
+
+pytestmark = pytest.mark.system
+
+NBYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+    nodes = Nodes(tmp_path_factory.mktemp("nodes"), limit_s=300)
+    yield nodes.pair((2, 1), limits={"regions_per_client": 8})
+    nodes.close()
+
+
+@pytest.fixture
+def link(pair: tuple[Node, Node]) -> Iterator[Link]:
+    """Both clients still work after the test."""
+    with pair[0].connect() as sender, pair[1].connect() as receiver:
+        made = memory.link(sender, receiver, NBYTES)
+        yield made
+        made.source.array[:64] = 7
+        sender.write(made.remote, [made.source.address], [made.remote.address], 64).wait(30)
+        assert (made.destination.array[:64] == 7).all()
+
+
+def write(link: Link, sources: list[int], destinations: list[int], lengths: list[int]) -> RelayError:
+    """Offsets in both regions; the error."""
+    with pytest.raises(ArgumentError) as failure:
+        link.sender.write(
+            link.remote,
+            [link.source.address + offset for offset in sources],
+            [link.remote.address + offset for offset in destinations],
+            lengths,
+        )
+    return failure.value
+
+
+def test_a_source_in_no_region_is_named(link: Link) -> None:
+    failure = write(link, [0, 1 << 40], [0, 4096], [4096, 4096])
+    assert failure.code is ErrorCode.BAD_REGION
+    assert f"block 1: source {link.source.address + (1 << 40):#x}" in failure.text
+
+
+def test_a_destination_in_no_region_is_named(link: Link) -> None:
+    failure = write(link, [0, 4096], [0, 1 << 40], [4096, 4096])
+    assert failure.code is ErrorCode.BAD_REGION
+    assert f"block 1: destination {link.remote.address + (1 << 40):#x}" in failure.text
+
+
+@pytest.mark.parametrize(("end", "source", "destination"), [("source", NBYTES - 100, 0), ("destination", 0, NBYTES - 100)])
+def test_a_block_past_the_end_says_by_how_much(link: Link, end: str, source: int, destination: int) -> None:
+    failure = write(link, [source], [destination], [101])
+    assert failure.code is ErrorCode.OUT_OF_BOUNDS
+    assert f"block 0: {end}" in failure.text
+    assert "passes the end of its region by 1" in failure.text
+
+
+def test_a_length_that_wraps_around_is_past_the_end(link: Link) -> None:
+    assert write(link, [0], [0], [(1 << 63) - 1]).code is ErrorCode.OUT_OF_BOUNDS
+
+
+def test_a_length_of_zero_is_named(link: Link) -> None:
+    failure = write(link, [0, 4096, 8192], [0, 4096, 8192], [4096, 0, 4096])
+    assert failure.code is ErrorCode.BAD_LENGTH
+    assert "block 1: length 0" in failure.text
+
+
+def test_a_negative_length_is_named(link: Link) -> None:
+    failure = write(link, [0, 4096], [0, 4096], [4096, -1])
+    assert failure.code in (ErrorCode.BAD_ARGUMENT, ErrorCode.BAD_LENGTH)
+    assert "-1" in failure.text
+
+
+def test_a_negative_address_is_named(link: Link) -> None:
+    with pytest.raises(ArgumentError, match=r"sources\[1\] is -4096"):
+        link.sender.write(link.remote, [link.source.address, -4096], [link.remote.address] * 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("destinations", "lengths"),
+    [
+        ([0, 0], [4096, 4096]),
+        ([0, 4095], [4096, 4096]),
+        ([8192, 0], [4096, 8193]),
+        ([1, 0], [1, 3]),
+        ([0, NBYTES - 64, 100], [64, 64, NBYTES - 163]),
+    ],
+)
+def test_overlapping_destinations_are_refused(link: Link, destinations: list[int], lengths: list[int]) -> None:
+    failure = write(link, [0] * len(lengths), destinations, lengths)
+    assert failure.code is ErrorCode.OVERLAP
+    assert "overlap" in failure.text
+
+
+def test_blocks_that_touch_do_not_overlap(link: Link) -> None:
+    link.sender.write(
+        link.remote,
+        [link.source.address] * 3,
+        [link.remote.address + offset for offset in (8193, 0, 8192)],
+        [1, 8192, 1],
+    ).wait(30)
+
+
+def test_one_overlap_among_many_blocks_is_found(link: Link) -> None:
+    destinations = np.arange(0, NBYTES, 64, dtype=np.uint64)
+    destinations[777] = destinations[12345]
+    failure = write(link, [0] * len(destinations), destinations.tolist(), [64] * len(destinations))
+    assert failure.code is ErrorCode.OVERLAP
+
+
+def test_no_blocks_are_no_transfer(link: Link) -> None:
+    assert write(link, [], [], []).code in (ErrorCode.BAD_LENGTH, ErrorCode.BAD_ARGUMENT)
+
+
+def test_arrays_of_different_lengths_are_counted(link: Link) -> None:
+    with pytest.raises(ArgumentError, match="2 sources, 1 destinations, 2 lengths"):
+        link.sender.write(link.remote, [1, 2], [3], [4, 5])
+
+
+def test_arrays_that_are_not_integers_are_refused(link: Link) -> None:
+    for values in ([0.5], [["1"]], "text"):
+        with pytest.raises(ArgumentError):
+            link.sender.write(link.remote, values, [link.remote.address], [1])
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_timeout_that_is_none_is_refused(link: Link, timeout: float) -> None:
+    with pytest.raises(ArgumentError, match="timeout of"):
+        link.sender.write(link.remote, [link.source.address], [link.remote.address], 64, timeout=timeout)
+
+
+def test_pages_past_the_end_are_named(link: Link) -> None:
+    source = PageLayout.strided(link.source.address, 2, 4096, 8192, 4096)
+    destination = PageLayout.strided(link.remote.address, 2, 4096, 8192, 4096)
+    for from_pages, to_pages, end in (([0, 128], [0, 1], "source"), ([0, 1], [5, 128], "destination")):
+        with pytest.raises(ArgumentError, match=f"row 0: {end} page 128") as failure:
+            link.sender.write_pages(link.remote, source, from_pages, destination, to_pages)
+        assert failure.value.code is ErrorCode.OUT_OF_BOUNDS
+    with pytest.raises(ArgumentError, match=r"source_pages\[1\] is -1"):
+        link.sender.write_pages(link.remote, source, [0, -1], destination, [0, 1])
+
+
+def test_a_page_number_that_wraps_around_is_past_the_end(link: Link) -> None:
+    layout = PageLayout.strided(link.source.address, 1, 4096, 1 << 40, 4096)
+    to = PageLayout.strided(link.remote.address, 1, 4096, 4096, 4096)
+    with pytest.raises(ArgumentError) as failure:
+        link.sender.write_pages(link.remote, layout, [1 << 24], to, [0])
+    assert failure.value.code in (ErrorCode.OUT_OF_BOUNDS, ErrorCode.BAD_REGION)
+
+
+def test_the_same_destination_page_twice_overlaps(link: Link) -> None:
+    source = PageLayout.strided(link.source.address, 2, 4096, 8192, 4096)
+    destination = PageLayout.strided(link.remote.address, 2, 4096, 8192, 4096)
+    with pytest.raises(ArgumentError) as failure:
+        link.sender.write_pages(link.remote, source, [1, 2, 3], destination, [4, 5, 4])
+    assert failure.value.code is ErrorCode.OVERLAP
+
+
+def test_layouts_that_do_not_fit_each_other_are_refused(link: Link) -> None:
+    two = PageLayout.strided(link.source.address, 2, 4096, 8192, 4096)
+    one = PageLayout.strided(link.remote.address, 1, 4096, 8192, 4096)
+    with pytest.raises(ArgumentError, match="2 rows of 4096 bytes, destination layout 1 of 4096"):
+        link.sender.write_pages(link.remote, two, [0], one, [0])
+    with pytest.raises(ArgumentError, match="2 source_pages, 1 destination_pages"):
+        link.sender.write_pages(link.remote, two, [0, 1], two, [0])
+
+
+def test_reading_from_a_peer_is_refused(link: Link) -> None:
+    with pytest.raises(RelayError, match="does not read") as failure:
+        link.remote.peer.read()
+    assert failure.value.code is ErrorCode.NOT_SUPPORTED
+
+
+def test_registering_what_overlaps_a_region_is_refused(link: Link) -> None:
+    with pytest.raises(RelayError) as failure:
+        link.sender.register(link.source.array[4096:8192])
+    assert failure.value.code is ErrorCode.OVERLAP
+    assert f"{link.source.address + 4096:#x}" in failure.value.text
+
+
+def test_registering_on_a_rail_that_is_not_there_is_refused(link: Link) -> None:
+    with pytest.raises(ArgumentError, match="rail 2; this node has 0 to 1"):
+        link.sender.register(np.zeros(4096, np.uint8), rail=2)
+
+
+def test_more_regions_than_allowed_name_the_limit(link: Link) -> None:
+    regions = [link.sender.register(np.zeros(4096, np.uint8), receive=False) for _ in range(7)]
+    with pytest.raises(RegionError, match="raise limits.regions_per_client") as failure:
+        link.sender.register(np.zeros(4096, np.uint8), receive=False)
+    assert failure.value.code is ErrorCode.LIMIT
+    for region in regions:
+        region.unregister()
+    link.sender.register(np.zeros(4096, np.uint8), receive=False).unregister()
+
+
+def test_shared_memory_of_no_size_is_refused(link: Link) -> None:
+    for nbytes in (0, -1):
+        with pytest.raises(ArgumentError, match="expected 1 or more"):
+            link.sender.alloc(nbytes)
+
+
+@pytest.mark.xfail(run=False, reason="takes all memory of the machine")
+def test_more_shared_memory_than_there_is_is_refused(link: Link) -> None:
+    with pytest.raises(RegionError, match=f"alloc of {1 << 50} bytes") as failure:
+        link.sender.alloc(1 << 50)
+    assert failure.value.code is ErrorCode.NO_MEMORY
+
+
+def test_an_offer_that_nobody_made_is_refused(link: Link) -> None:
+    forged = link.destination.offer()
+    for at in (-20, len(forged) // 2):
+        broken = bytearray(forged)
+        broken[at] ^= 1
+        with pytest.raises(RelayError):
+            link.sender.open(bytes(broken), timeout=1)
+    with pytest.raises(ArgumentError, match="not an offer"):
+        link.sender.open(b"garbage")
+
+
+def test_an_offer_of_memory_that_was_unregistered_is_refused(link: Link) -> None:
+    other = memory.make(link.receiver, 4096)
+    offer = other.offer()
+    assert not isinstance(other.owner, tuple)
+    link.receiver.register(np.zeros(4096, np.uint8)).unregister()
+    getattr(other.owner, "region", other.owner).unregister()
+    with pytest.raises(RegionError) as failure:
+        link.sender.open(offer)
+    assert failure.value.code is ErrorCode.BAD_CAPABILITY
+
+
+def test_memory_that_is_only_a_source_is_no_destination(link: Link) -> None:
+    region = link.receiver.register(np.zeros(4096, np.uint8), receive=False)
+    with pytest.raises(RegionError, match="source only"):
+        link.sender.open(region.offer())
+
+
+@pytest.mark.parametrize("session", ["", "host", "host:", ":1", "host:0", "host:65536", "::1:4000", "[::1]", "host:x"])
+def test_a_session_that_is_none_is_refused(link: Link, session: str) -> None:
+    with pytest.raises(ArgumentError, match="session"):
+        link.sender.peer(session)
+
+
+def test_a_port_where_nobody_listens_is_unreachable(link: Link) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        session = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(PeerError, match=session) as failure:
+            link.sender.peer(session, timeout=0.3)
+    assert failure.value.code is ErrorCode.PEER_UNREACHABLE
+
+
+def test_a_peer_that_never_answers_is_unreachable_after_the_time_out(link: Link) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        session = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises((PeerError, WaitTimeout), match=session) as failure:
+            link.sender.peer(session, timeout=0.3)
+        assert failure.value.code is ErrorCode.PEER_UNREACHABLE
+
+
+def test_a_peer_that_speaks_something_else_is_named(link: Link) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        session = f"127.0.0.1:{other.getsockname()[1]}"
+        other.settimeout(10)
+        failures: list[RelayError] = []
+
+        def connect() -> None:
+            with pytest.raises(RelayError) as failure:
+                link.sender.peer(session, timeout=1)
+            failures.append(failure.value)
+
+        thread = threading.Thread(target=connect)
+        thread.start()
+        accepted, _ = other.accept()
+        with accepted:
+            accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            thread.join()
+    assert session in failures[0].text
+
+
+def test_a_rank_without_a_rail_is_refused(pair: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory) -> None:
+    for rank in (-1, 1 << 20):
+        with pytest.raises(ConnectError) as failure:
+            pair[0].connect(rank)
+        assert failure.value.code is ErrorCode.BAD_RANK
