@@ -135,7 +135,8 @@ cdef class Submission:
         raise TypeError("a Submission comes from ClientCore.reserve")
 
     def __dealloc__(self):
-        if self.at is not NULL and self.core.core is not NULL:
+        # In a forked child the segments are not mapped and the locks may be held by threads that are not there.
+        if self.at is not NULL and self.core.core is not NULL and self.core.core.pid == getpid():
             with nogil:
                 rc_release(self.at)
 

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -150,6 +151,10 @@ def shared_memory(nbytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
     """(descriptor, mapping) of new memory that can neither shrink nor grow; the descriptor is the caller's."""
     if nbytes <= 0:
         raise ArgumentError(ErrorCode.BAD_LENGTH, f"alloc of {nbytes} bytes; expected 1 or more")
+    available = _available_bytes()
+    if nbytes > available:  # memfds have no limit of their own: without this the kernel would kill processes instead
+        text = f"alloc of {nbytes} bytes of shared memory: {available} bytes are available"
+        raise RegionError(ErrorCode.NO_MEMORY, text)
     fd = os.memfd_create("railrelay", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -162,6 +167,13 @@ def shared_memory(nbytes: int) -> tuple[int, npt.NDArray[np.uint8]]:
         os.close(fd)
         text = f"alloc of {nbytes} bytes of shared memory: {failure.strerror}"
         raise RegionError(ErrorCode.NO_MEMORY, text) from None
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
 
 
 class RemoteRegion:

@@ -108,7 +108,7 @@ static struct rc_submission *begin(struct rc_core *core, uint32_t peer, uint64_t
                                    struct rc_error *error)
 {
     if (peer >= RC_PEERS_MAX || !core->local_rails[peer]) {
-        rc_fail(error, "unknown_peer", "peer %u is not connected", peer);
+        rc_fail(error, "peer_lost", "peer %u is not connected", peer);
         if (ready.release) ready.release(ready.argument);
         return NULL;
     }
@@ -156,11 +156,11 @@ static int take_blocks(struct rc_submission *s, const uint64_t *sources, const u
         const struct rc_region *from = rc_find_region(core, sources[i], region);
         const struct rc_remote *to = rc_find_remote(core, s->peer, destinations[i], remote);
         if (!from) {
-            status = rc_fail(error, "unknown_region", "block %llu: source %#llx is in no registered region; register it first", (ull)i, (ull)sources[i]);
+            status = rc_fail(error, "bad_region", "block %llu: source %#llx is in no registered region; register it first", (ull)i, (ull)sources[i]);
             break;
         }
         if (!to) {
-            status = rc_fail(error, "unknown_region", "block %llu: destination %#llx is in no region opened at this peer; open its offer first", (ull)i,
+            status = rc_fail(error, "bad_region", "block %llu: destination %#llx is in no region opened at this peer; open its offer first", (ull)i,
                           (ull)destinations[i]);
             break;
         }
@@ -287,9 +287,9 @@ static int take_rows(struct rc_submission *s, const uint64_t *source_rows, const
         const struct rc_region *from = rc_find_region(core, from_low, NULL);
         const struct rc_remote *to = rc_find_remote(core, s->peer, to_low, NULL);
         if (!from)
-            status = rc_fail(error, "unknown_region", "row %u: source page %lld at %#llx is in no registered region", r, (long long)source_low, (ull)from_low);
+            status = rc_fail(error, "bad_region", "row %u: source page %lld at %#llx is in no registered region", r, (long long)source_low, (ull)from_low);
         else if (!to)
-            status = rc_fail(error, "unknown_region", "row %u: destination page %lld at %#llx is in no region opened at this peer", r,
+            status = rc_fail(error, "bad_region", "row %u: destination page %lld at %#llx is in no region opened at this peer", r,
                           (long long)destination_low, (ull)to_low);
         else if (from_span > from->bytes - (from_low - from->address))
             status = rc_fail(error, "out_of_bounds", "row %u: source page %lld passes the end of its region by %llu bytes", r, (long long)source_high,

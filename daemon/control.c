@@ -240,6 +240,8 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
     struct rr_lane *lanes = area(base, RR_AREA_LANE);
     struct rr_ring *rings = area(base, RR_AREA_RINGS);
     struct rr_bounce *bounces = area(base, RR_AREA_BOUNCES);
+    struct rr_bounce_frame *bounce_frames = area(base, RR_AREA_BOUNCE_HEADS);
+    struct rr_run *bounce_runs = area(base, RR_AREA_BOUNCE_RUNS);
     client->plane = plane;
     client->number = number;
     client->serial = serial;
@@ -252,7 +254,7 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
     client->contexts = header ? calloc(((struct rr_segment_header *)base)->transfers, sizeof *client->contexts) : NULL;
     client->regions = calloc(plane->regions_per_client, sizeof *client->regions);
     client->remotes = calloc(plane->remotes_per_client, sizeof *client->remotes);
-    int good = header && lanes && rings && bounces && client->control && client->transfers && client->slot_heads && client->slot_tables &&
+    int good = header && lanes && rings && bounces && bounce_frames && bounce_runs && client->control && client->transfers && client->slot_heads && client->slot_tables &&
                client->ring_slices && client->ring_tables && client->contexts && client->regions && client->remotes;
     if (header) memcpy(header, base, sizeof *header);
     client->header = header;
@@ -263,6 +265,10 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
         port->ring.slices = client->ring_slices + (size_t)i * header->ring_slices;
         port->ring.mask = header->ring_slices - 1;
         port->lane.lane = &lanes[i];
+        port->bouncer.slots = plane->bounce_slots;
+        port->bouncer.ring = &bounces[i];
+        port->bouncer.frames = &bounce_frames[(size_t)i * plane->bounce_slots];
+        port->bouncer.runs = &bounce_runs[(size_t)i * plane->bounce_slots * plane->table_entries];
         port->state = &plane->lane_states[i * plane->max_clients + number];
         memset(&port->state->head, 0, sizeof *port->state - offsetof(struct rr_lane_state, head));
         port->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -365,18 +371,13 @@ int rr_plane_add_bounce(struct rr_plane *plane, uint32_t number, uint32_t rail, 
     int error = 0;
     struct rr_mapping *memory = rr_map(fd, 0, bytes, &error);
     if (!memory) return -error;
-    void *base = client->segment->base;
-    struct rr_bounce *shared = (struct rr_bounce *)area(base, RR_AREA_BOUNCES) + rail;
-    bouncer->slots = plane->bounce_slots;
-    bouncer->frames = (struct rr_bounce_frame *)area(base, RR_AREA_BOUNCE_HEADS) + (size_t)rail * bouncer->slots;
-    bouncer->runs = (struct rr_run *)area(base, RR_AREA_BOUNCE_RUNS) + (size_t)rail * bouncer->slots * plane->table_entries;
     bouncer->pending = calloc(bouncer->slots, sizeof *bouncer->pending);
     bouncer->reserved_by = calloc(bouncer->slots, sizeof *bouncer->reserved_by);
     bouncer->waits = calloc(RR_BOUNCE_WAITS, sizeof *bouncer->waits);
     bouncer->memory = memory;
     if (!bouncer->pending || !bouncer->reserved_by || !bouncer->waits) return -ENOMEM;
     rr_rail_command(&plane->rails[rail],
-                    (struct rr_command){.run = run_bounce, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)shared});
+                    (struct rr_command){.run = run_bounce, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)bouncer->ring});
     return 0;
 }
 

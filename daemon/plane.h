@@ -169,7 +169,8 @@ struct rr_bounce_pending {
 /* Bounce memory of one client on one rail: how frames reach memory that only its own process can write. */
 struct rr_bouncer {
     struct rr_mapping *memory;
-    struct rr_bounce *shared;
+    struct rr_bounce *shared; /* NULL: no bounce memory */
+    struct rr_bounce *ring;   /* this and the next two are found at attach, while the segment's header can be trusted */
     struct rr_bounce_frame *frames;
     struct rr_run *runs;
     struct rr_bounce_pending *pending; /* [slots] by position */

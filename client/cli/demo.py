@@ -25,13 +25,14 @@ import numpy as np
 
 from railrelay.client import Client
 from railrelay.client.cli import _content, _models, _node, _nodes, lanes
-from railrelay.client.cli._models import DECODES, MODELS, PREFILLS, RANKS, Plan
+from railrelay.client.cli._models import DECODES, MODELS, PREFILLS, RANKS, Move, Pages, Plan
 from railrelay.client.cli._nodes import MIB, Geometry, Node
 from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import duration, size, table
 from railrelay.client.cli._workers import Worker
 from railrelay.client.client import Route
 from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.client.layout import PageLayout
 from railrelay.client.transfer import Transfer
 from railrelay.shm_layout import abi
 
@@ -111,14 +112,19 @@ class PrefillEngine:
                 pool[row, pages] = _content.words(of_row, 0, model.heads * model.head_bytes // 8)
 
     def open(self, offers: list[bytes]) -> None:
+        """Also leases the lanes and has the rails connect, as in an engine that has run for a while: sends one page to
+        each decode rank, to a page there that nothing else goes to."""
         self._remotes = [self._client.open(offer) for offer in offers]
+        first = {move.decode: move for move in reversed(_models.moves_of(self._plan, self._rank))}
+        for rank, move in first.items():
+            source, pages, destination, _ = self._sides(move)
+            unused = self._plan.decode[rank].unused_pages()
+            self._client.write_pages(self._remotes[rank], source, pages[:1], destination, unused[:1]).wait()
 
     def send(self, begin_ns: int) -> Sent:
         """All that this rank owes, once the clock is at ``begin_ns``; returns when it is placed."""
         moves = _models.moves_of(self._plan, self._rank)
-        calls = [
-            _models.sides_of(self._plan, move, self._buffer.address, self._remotes[move.decode].address) for move in moves
-        ]
+        calls = [self._sides(move) for move in moves]
         time.sleep(max(0.0, (begin_ns - time.monotonic_ns()) / 1e9))
         begin_ns = time.monotonic_ns()
         transfers: list[Transfer] = [
@@ -130,6 +136,9 @@ class PrefillEngine:
         for transfer in transfers:
             transfer.wait()
         return Sent(begin_ns, time.monotonic_ns(), sum(transfer.bytes for transfer in transfers))
+
+    def _sides(self, move: Move) -> tuple[PageLayout, Pages, PageLayout, Pages]:
+        return _models.sides_of(self._plan, move, self._buffer.address, self._remotes[move.decode].address)
 
     def close(self) -> None:
         self._client.close()
@@ -145,10 +154,12 @@ class DecodeEngine:
         self._client = Client.connect(socket, rank=rank, name=f"decode-{rank}")
         self._buffer = self._client.alloc(self._cache.nbytes, rail=rank)
 
-    def fill(self) -> bytes:
-        """Marks every byte as unwritten; returns the offer."""
-        self._buffer.array.view(np.uint64)[:] = _content.UNWRITTEN
+    def offer(self) -> bytes:
         return self._buffer.offer()
+
+    def fill(self) -> None:
+        """Marks every byte as unwritten."""
+        self._buffer.array.view(np.uint64)[:] = _content.UNWRITTEN
 
     def receive(self) -> int:
         """Returns once every prefill rank has said of every request that its part is there; how many said so."""
@@ -220,20 +231,14 @@ def _demo(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         for engine in (*decode, *prefill):
             engine.result()
         progress.step(f"{2 * RANKS} engines attached; filling the caches, pages scattered at random on both sides")
-        for engine in (*decode, *prefill):
-            engine.begin("fill")
-        offers = [engine.result() for engine in decode]
-        for engine in prefill:
-            engine.result()
-        for engine in prefill:
-            engine.ask("open", offers)
+        offers = [engine.ask("offer") for engine in decode]
+        _all(prefill, "open", offers)
+        _all([*prefill, *decode], "fill")
         expected = sum(move.pieces * move.piece_bytes for rank in range(RANKS) for move in _models.moves_of(plan, rank))
         sent = _move(prefill, decode, nodes[1], expected, progress)
         facts = _facts(nodes)
         progress.step("checking every byte at decode")
-        for engine in decode:
-            engine.begin("check")
-        checks = [engine.result() for engine in decode]
+        checks = _all(decode, "check")
     seconds = (max(part.end_ns for part in sent) - min(part.begin_ns for part in sent)) / 1e9
     wrong = [(rank, bad, where) for rank, (bad, where) in enumerate(checks) if bad]
     for rank, bad, where in wrong:
@@ -256,6 +261,12 @@ def _demo(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "geometry": vars(geometry),
         **facts,
     }
+
+
+def _all(engines: list[Worker], method: str, *arguments: object) -> list[Any]:
+    for engine in engines:
+        engine.begin(method, *arguments)
+    return [engine.result() for engine in engines]
 
 
 def _move(
