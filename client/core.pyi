@@ -54,7 +54,8 @@ class ClientCore:
     def has_lane(self, rail: int) -> bool: ...
     def add_bounce(self, rail: int, fd: int, nbytes: int) -> None:
         """First call starts the bounce thread."""
-    def add_region(self, region: int, address: int, nbytes: int, shared: bool, rail: int) -> None: ...
+    def add_region(self, region: int, address: int, nbytes: int, shared: bool, rail: int) -> None:
+        """SubmitError("overlap") if part of it is registered already."""
     def remove_region(self, region: int) -> None:
         """SubmitError("busy") while a transfer reads it."""
     def add_peer(self, peer: int, local_rails: list[int]) -> None: ...

@@ -282,7 +282,10 @@ cdef class ClientCore:
 
     def add_region(self, uint32_t region, uint64_t address, uint64_t nbytes, bint shared, uint32_t rail):
         self.here()
-        check(rc_add_region(self.core, region, address, nbytes, shared, rail), f"region at {address:#x}")
+        cdef int status = rc_add_region(self.core, region, address, nbytes, shared, rail)
+        if status == -17:
+            raise SubmitError("overlap", f"region of {nbytes} bytes at {address:#x} overlaps one that is registered already")
+        check(status, f"region at {address:#x}")
 
     def remove_region(self, uint32_t region):
         self.here()

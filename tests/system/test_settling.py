@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,7 @@ from railrelay.client import (
     Client,
     HostEvent,
     RegionError,
+    RelayError,
     Result,
     Route,
     Transfer,
@@ -65,6 +67,12 @@ def send(link: Link, *, seed: int = 1, tag: int = TAG, timeout: float = 30.0, re
         timeout=timeout,
         ready=ready,
     )
+
+
+def warm(link: Link) -> None:
+    """From now on there are connections for it."""
+    send(link, seed=9, tag=TAG + 9).wait(30)
+    link.destination.array[:] = 0
 
 
 def begun(link: Link) -> None:
@@ -149,6 +157,7 @@ def test_a_timeout_ends_a_transfer_that_waits_for_its_event(pair: Pair) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_peer_that_stops_reading_leaves_the_transfer_unsettled_until_it_goes_on(pair: Pair, kind: Kind) -> None:
     link = pair.link(source=kind)
+    warm(link)
     with pair.decode.paused():
         transfer = send(link, timeout=0.5)
         with pytest.raises(Unsettled, match="do not reuse its pages"):
@@ -169,6 +178,7 @@ def test_a_peer_that_stops_reading_leaves_the_transfer_unsettled_until_it_goes_o
 
 def test_a_peer_that_stops_for_a_moment_costs_only_time(pair: Pair) -> None:
     link = pair.link()
+    warm(link)
     with pair.decode.paused():
         transfer = send(link)
         with pytest.raises(WaitTimeout):
@@ -180,6 +190,7 @@ def test_a_peer_that_stops_for_a_moment_costs_only_time(pair: Pair) -> None:
 def test_a_stopped_peer_holds_up_nobody_elses_transfers(pair: Pair, nodes: Nodes) -> None:
     other = nodes.start()
     stuck = pair.link()
+    warm(stuck)
     with other.connect() as receiver:
         moving = memory.link(pair.sender, receiver, 1 << 20)
         moving.source.array[:] = patterns.content(1 << 20, 4)
@@ -197,6 +208,7 @@ def test_a_stopped_engine_with_private_memory_holds_up_nobody_elses_transfers(pa
     slow = engines.start(pair.decode, rank=1)
     stuck = pair.sender.open(bytes.fromhex(slow.ask("memory", name="pages", nbytes=NBYTES, kind="private")))
     link = pair.link()
+    warm(link)
     taken, put = patterns.order(NBYTES // BLOCK, BLOCK, 1)
     with slow.paused():
         blocked = pair.sender.write(
@@ -347,9 +359,25 @@ def test_a_region_that_is_gone_is_refused_by_name(pair: Pair) -> None:
 
 def test_close_in_the_middle_ends_the_transfer_for_its_waiters(pair: Pair) -> None:
     link = pair.link()
+    warm(link)
     with pair.decode.paused():
         transfer = send(link)
         pair.sender.close()
-        with pytest.raises(TransferError) as failure:
+        with pytest.raises(TransferError, match="the owning client exited") as failure:
             transfer.wait(10)
         assert failure.value.result is Result.CLIENT_GONE
+
+
+def test_close_wakes_threads_that_wait(pair: Pair) -> None:
+    link = pair.link()
+    warm(link)
+    with pair.decode.paused(), ThreadPoolExecutor(2) as threads:
+        transfer = send(link)
+        waiting = threads.submit(transfer.wait, 30)
+        waiting_settled = threads.submit(transfer.wait_settled, 30)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        pair.sender.close()
+        for future in (waiting, waiting_settled):
+            with pytest.raises(RelayError):
+                future.result(30)
