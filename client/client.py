@@ -96,7 +96,9 @@ class Client:
             close_all(self._kicks)
             if isinstance(failure, DaemonGone):
                 raise ConnectError(self.connection.last_code, failure.text) from None
-            if isinstance(failure, OSError) and not isinstance(failure, RelayError):
+            if isinstance(failure, RelayError) and not isinstance(failure, ConnectError):
+                raise ConnectError(failure.code, failure.text) from None
+            if isinstance(failure, OSError):
                 text = f"the daemon's segments cannot be mapped: {failure.strerror or failure}"
                 raise ConnectError(ErrorCode.INTERNAL, text) from None
             raise

@@ -19,7 +19,8 @@
 #define RC_PEERS_MAX 1024u
 #define RC_REGIONS_MAX 65536u
 #define RC_EXPRESS_SLOTS 2u /* slots of a lane that only small transfers may take */
-#define RC_ONE_PEER_SHARE 3u /* one destination holds at most a third of a lane's slots while others wait */
+#define RC_DESTINATIONS 256u
+#define RC_ONE_PEER_SHARE 3u /* one destination holds at most a third of a lane while others wait */
 
 enum rc_route { RC_ROUTE_RELAY = 0, RC_ROUTE_DIRECT, RC_ROUTE_SERIAL, RC_ROUTE_SCHEDULED, RC_ROUTE_RELAY_ALL };
 
@@ -128,6 +129,9 @@ struct rc_ring {
     uint64_t *table_position; /* ring position + 1 of the slice that uses the table */
     uint32_t next_table;
     uint64_t ramp_bytes;
+    uint64_t completed_seen;
+    uint8_t destination_of[RR_MAX_RING_SLICES]; /* by position modulo ring slices: a bucket of `held` */
+    uint16_t held[RC_DESTINATIONS];             /* slices under way */
 };
 
 struct rc_bounce {
@@ -229,7 +233,7 @@ void rc_fail_all(struct rc_core *core, uint32_t result);
 /* Takes over what the daemon has written about the submission. Holding queue. */
 void rc_harvest(struct rc_submission *submission);
 void rc_free_submission(struct rc_submission *submission);
-void rc_end_locally(struct rc_submission *submission, uint32_t result);
+void rc_end_locally(struct rc_submission *submission, uint32_t result, int settled);
 
 struct rc_event *rc_event_new(void);
 struct rc_ready rc_event_ready(struct rc_event *event);

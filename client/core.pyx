@@ -141,7 +141,7 @@ cdef class Submission:
                 rc_release(self.at)
 
     cdef bint look(self, int what) except -1:
-        self.core.here()
+        self.core.same_process()
         cdef int there
         with nogil:
             there = rc_wait(self.at, what, 0)
@@ -180,12 +180,12 @@ cdef class Submission:
         return self.at.bytes_done
 
     def publish(self):
-        self.core.here()
+        self.core.same_process()
         with nogil:
             rc_publish(self.at)
 
     cdef wait_for(self, int what, timeout_ns):
-        self.core.here()
+        self.core.same_process()
         cdef int64_t left = timeout_ns
         cdef uint64_t slice_ns
         cdef int there
@@ -211,12 +211,12 @@ cdef class Submission:
         return self.wait_for(2, timeout_ns)
 
     def cancel(self):
-        self.core.here()
+        self.core.same_process()
         with nogil:
             rc_cancel(self.at, RR_CANCELLED)
 
     def arm_async(self):
-        self.core.here()
+        self.core.same_process()
         return bool(rc_arm_async(self.at))
 
 
@@ -247,11 +247,15 @@ cdef class ClientCore:
             with nogil:
                 rc_free(self.core)
 
-    cdef int here(self) except -1:
-        if self.closed:
-            raise SubmitError("closed", "this client is closed")
+    cdef int same_process(self) except -1:
         if self.core.pid != getpid():
             raise SubmitError("forked", f"this client belongs to process {self.core.pid}; a forked child connects its own")
+        return 0
+
+    cdef int here(self) except -1:
+        self.same_process()
+        if self.closed:
+            raise SubmitError("closed", "this client is closed")
         return 0
 
     cdef wake(self):

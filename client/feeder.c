@@ -18,7 +18,8 @@ static void wake_rail(struct rc_core *core, uint32_t rail)
     if (rr_wake_needed(&core->rails[rail].sleeping)) rr_kick(core->kick_fds[rail]);
 }
 
-static uint32_t destination_id(const struct rc_part *part) { return part->submission->peer * RR_MAX_SLOTS + part->owner + 1; }
+/* Bucket 0 of a ring is nobody's: peers and owners are numbered from 0. */
+static uint32_t destination_id(const struct rc_part *part) { return part->submission->peer * 61 + part->owner + 1; }
 
 /* ---- walking the blocks of a part ---- */
 
@@ -127,16 +128,20 @@ static uint32_t fill_slot(struct rc_core *core, struct rc_part *part, uint8_t *s
     return count;
 }
 
-static int lane_allows(struct rc_core *core, struct rc_lane *lane, struct rc_part *part, int small)
+/* Dynamic threshold (Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998) with alpha 2: one destination
+ * holds at most twice what is free, so that one which has stopped never takes the last slot from the others. */
+static int below_threshold(uint64_t held, uint64_t credit) { return held < 2 * credit; }
+
+static int lane_allows(struct rc_lane *lane, const struct rc_part *part, int small)
 {
     uint32_t credit = rr_lane_credit(&lane->producer), slots = lane->producer.slots;
     if (credit == 0) return 0;
     if (!small && slots > 3 * RC_EXPRESS_SLOTS && credit <= RC_EXPRESS_SLOTS) return 0;
-    if (small || !lane->contended) return 1;
+    if (small) return 1;
     uint32_t held = 0, destination = destination_id(part);
     for (uint32_t i = 0; i < slots; i++) held += !lane->producer.is_free[i] && lane->destination_of[i] == destination;
-    (void)core;
-    return held < (slots + RC_ONE_PEER_SHARE - 1) / RC_ONE_PEER_SHARE;
+    if (lane->contended && held >= (slots + RC_ONE_PEER_SHARE - 1) / RC_ONE_PEER_SHARE) return 0;
+    return below_threshold(held, credit);
 }
 
 static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int wait_for_lock)
@@ -146,7 +151,7 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
         pthread_mutex_lock(&lane->lock);
     else if (pthread_mutex_trylock(&lane->lock))
         return 0;
-    if (!lane->memory || !lane_allows(core, lane, part, small)) {
+    if (!lane->memory || !lane_allows(lane, part, small)) {
         if (lane->memory) stall(core, part, lane->producer.lane);
         pthread_mutex_unlock(&lane->lock);
         return 0;
@@ -177,10 +182,32 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
     return 1;
 }
 
-static int ring_ready(struct rc_core *core, struct rc_ring *ring, int needs_table)
+/* Slices that may be published now. */
+static uint64_t ring_credit(struct rc_ring *ring)
 {
-    if (rr_ring_free(&ring->producer, 1) == 0) return 0;
-    if (!needs_table) return 1;
+    uint64_t capacity = ring->producer.mask + 1, produced = ring->producer.produced;
+    uint64_t completed = rr_load_acquire_u64(&ring->producer.ring->completed); /* SYNC ended */
+    if (completed - ring->completed_seen > produced - ring->completed_seen) completed = ring->completed_seen;
+    for (; ring->completed_seen != completed; ring->completed_seen++) {
+        uint32_t position = rr_load_relaxed_u32(&ring->producer.ring->ended[ring->completed_seen % RR_MAX_RING_SLICES]);
+        if (position < capacity && ring->held[ring->destination_of[position]]) ring->held[ring->destination_of[position]]--;
+    }
+    uint64_t credit = capacity - (produced - completed);
+    return rr_ring_free(&ring->producer, 1) ? credit : 0;
+}
+
+/* Holding the ring's lock and with credit. */
+static void push(struct rc_ring *ring, const struct rr_slice *slice, uint32_t bucket)
+{
+    ring->destination_of[ring->producer.produced & ring->producer.mask] = (uint8_t)bucket;
+    ring->held[bucket]++;
+    rr_ring_push(&ring->producer, slice, 1);
+}
+
+static int ring_ready(struct rc_core *core, struct rc_ring *ring, uint32_t bucket)
+{
+    uint64_t credit = ring_credit(ring);
+    if (!credit || !below_threshold(ring->held[bucket], credit)) return 0;
     uint64_t position = ring->table_position[ring->next_table];
     if (position && ring->producer.consumed_seen < position) {
         rr_ring_free(&ring->producer, core->facts.ring_slices + 1ull);
@@ -196,7 +223,8 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
         pthread_mutex_lock(&ring->lock);
     else if (pthread_mutex_trylock(&ring->lock))
         return 0;
-    if (!ring_ready(core, ring, 1)) {
+    uint32_t bucket = destination_id(part) % RC_DESTINATIONS;
+    if (!ring_ready(core, ring, bucket)) {
         stall(core, part, NULL);
         pthread_mutex_unlock(&ring->lock);
         return 0;
@@ -239,7 +267,7 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
         ring->next_table = (ring->next_table + 1) % core->facts.ring_tables;
     }
     core->counters.direct_slices++;
-    rr_ring_push(&ring->producer, &slice, 1);
+    push(ring, &slice, bucket);
     pthread_mutex_unlock(&ring->lock);
     wake_rail(core, part->local_rail);
     return 1;
@@ -260,9 +288,10 @@ static int publish_end(struct rc_core *core, struct rc_submission *s)
                              .flags = RR_SLICE_FINAL | RR_SLICE_VOID,
                              .total_slices = s->slices + 1 + s->note};
     pthread_mutex_lock(&ring->lock);
-    uint32_t pushed = rr_ring_push(&ring->producer, &slice, 1);
+    int room = ring_credit(ring) != 0;
+    if (room) push(ring, &slice, 0);
     pthread_mutex_unlock(&ring->lock);
-    if (!pushed) return 0;
+    if (!room) return 0;
     s->slices++;
     wake_rail(core, core->own_rail);
     return 1;
@@ -355,7 +384,7 @@ static int ended_early(struct feeder *f, struct rc_part *part)
     if (s->slices == 0 && !stopped) {
         s->ended_early = 1;
         pthread_mutex_lock(&core->queue);
-        rc_end_locally(s, s->cancel_result);
+        rc_end_locally(s, s->cancel_result, 1);
         pthread_mutex_unlock(&core->queue);
         return 1;
     }

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Part = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
-
 def send(
     fds: Sequence[int],
     cpus: Sequence[int],
-    parts: Sequence[Part],
+    parts: Sequence[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]],
     bytes_per_call: int,
     gap_ns: int,
     round_ns: npt.NDArray[np.uint64],
@@ -21,7 +19,7 @@ def send(
     ``fds``: connected blocking sockets. ``cpus``: core of each thread, -1 for none. OSError."""
 
 def receive(
-    fds: Sequence[int], cpus: Sequence[int], parts: Sequence[Part], bytes_per_call: int, rounds: int
+    fds: Sequence[int], cpus: Sequence[int], parts: Sequence[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]], bytes_per_call: int, rounds: int
 ) -> int:
     """The other side: reads into the parts and replies. OSError."""
 

@@ -55,27 +55,21 @@ static struct iovec *make_pieces(const struct plain_connection *c, uint64_t *pie
 
 static int move_all(const struct plain_connection *c, struct iovec *pieces, uint64_t piece_count, transfer_call call)
 {
-    uint64_t at = 0;
+    uint64_t at = 0, done = 0; /* done: bytes of piece `at` */
     while (at < piece_count) {
+        struct iovec whole = pieces[at];
         uint64_t end = at, bytes = 0;
-        while (end < piece_count && end - at < PIECES_PER_CALL && (end == at || bytes + pieces[end].iov_len <= c->bytes_per_call))
+        pieces[at].iov_base = (uint8_t *)whole.iov_base + done;
+        pieces[at].iov_len = whole.iov_len - done;
+        while (end < piece_count && end - at < PIECES_PER_CALL && bytes + pieces[end].iov_len <= c->bytes_per_call)
             bytes += pieces[end++].iov_len;
         ssize_t moved = call(c->fd, pieces + at, (int)(end - at));
-        if (moved < 0 && errno == EINTR) continue;
-        if (moved <= 0) return moved ? errno : ECONNRESET;
-        size_t left = (size_t)moved;
-        while (left && left >= pieces[at].iov_len) left -= pieces[at++].iov_len;
-        while (left) { /* in the middle of a piece: finish it */
-            struct iovec rest = {(uint8_t *)pieces[at].iov_base + left, pieces[at].iov_len - left};
-            ssize_t more = call(c->fd, &rest, 1);
-            if (more < 0 && errno == EINTR) continue;
-            if (more <= 0) return more ? errno : ECONNRESET;
-            left += (size_t)more;
-            if (left == pieces[at].iov_len) {
-                at++;
-                left = 0;
-            }
-        }
+        int error = moved < 0 ? errno : moved == 0 ? ECONNRESET : 0;
+        pieces[at] = whole;
+        if (error == EINTR) continue;
+        if (error) return error;
+        done += (uint64_t)moved;
+        while (at < piece_count && done >= pieces[at].iov_len) done -= pieces[at++].iov_len;
     }
     return 0;
 }
@@ -112,6 +106,7 @@ static void *send_rounds(void *argument)
     }
     c->cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_before;
     c->end_ns = clock_ns(CLOCK_MONOTONIC);
+    if (c->error) shutdown(c->fd, SHUT_RDWR); /* the other side shall not wait */
     free(pieces);
     return NULL;
 }
@@ -132,6 +127,7 @@ static void *receive_rounds(void *argument)
     }
     c->cpu_ns = clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_before;
     c->end_ns = clock_ns(CLOCK_MONOTONIC);
+    if (c->error) shutdown(c->fd, SHUT_RDWR); /* the other side shall not wait */
     free(pieces);
     return NULL;
 }

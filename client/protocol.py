@@ -316,7 +316,8 @@ class RailToken(Message, frozen=True, tag="RailToken"):
 
 class FenceRail(Message, frozen=True, tag="FenceRail"):
     """Closes connection ``connection`` at the receiver for good. Answered by RailFenced: frames up to ``placed`` have
-    been dealt with, ``codes`` holds the result of the last len(codes) of them, oldest first."""
+    arrived whole; ``acks`` holds the latest results, 16 bytes each: sequence and result. Every frame that arrived is
+    among them unless the sender has its reply already."""
 
     id: int
     connection: int
@@ -325,7 +326,7 @@ class FenceRail(Message, frozen=True, tag="FenceRail"):
 class RailFenced(Message, frozen=True, tag="RailFenced"):
     id: int
     placed: int
-    codes: bytes
+    acks: bytes
 
 
 class PeerAbort(Message, frozen=True, tag="PeerAbort"):

@@ -75,14 +75,14 @@ void rc_harvest(struct rc_submission *s)
     release_locked(s);
 }
 
-/* Holding queue: ends a submission of which the daemon knows nothing (or nothing any more). */
-void rc_end_locally(struct rc_submission *s, uint32_t result)
+/* Holding queue: ends a submission without a word of the daemon. It is settled only if nothing of it was published. */
+void rc_end_locally(struct rc_submission *s, uint32_t result, int settled)
 {
     if (!s->done) {
         s->result = result;
         rr_store_release_u32(&s->done, 1);
     }
-    if (result != RR_DAEMON_GONE) rr_store_release_u32(&s->settled, 1);
+    if (settled) rr_store_release_u32(&s->settled, 1);
     rr_futex_wake(&s->core->transfers[s->index].done, INT_MAX);
     rr_futex_wake(&s->core->transfers[s->index].settled, INT_MAX);
     if (s->async_armed) rr_kick(s->core->completion_fd);
@@ -102,7 +102,7 @@ void rc_publish(struct rc_submission *s)
     s->deadline_ns = s->timeout_ns ? rr_now_ns() + s->timeout_ns : 0;
     if (core->dead || s->cancelled) {
         s->fed = 1;
-        rc_end_locally(s, core->dead ? core->dead : s->cancel_result);
+        rc_end_locally(s, core->dead ? core->dead : s->cancel_result, 1);
         pthread_mutex_unlock(&core->queue);
         return;
     }
@@ -144,7 +144,7 @@ void rc_cancel(struct rc_submission *s, uint32_t result)
         rr_store_release_u32(&shared->cancel, s->generation);
         if (!s->published) {
             s->published = s->fed = 1;
-            rc_end_locally(s, result);
+            rc_end_locally(s, result, 1);
         }
     }
     pthread_mutex_unlock(&core->queue);
@@ -201,7 +201,7 @@ void rc_release(struct rc_submission *s)
     pthread_mutex_lock(&core->queue);
     if (!s->published) {
         s->published = s->fed = 1;
-        rc_end_locally(s, RR_CANCELLED);
+        rc_end_locally(s, RR_CANCELLED, 1);
     }
     rc_harvest(s);
     release_locked(s);
@@ -217,7 +217,7 @@ void rc_fail_all(struct rc_core *core, uint32_t result)
         rc_harvest(s);
         if (s->entry_released) continue;
         if (!s->in_feeder) s->fed = 1;
-        rc_end_locally(s, result);
+        rc_end_locally(s, result, s->fed && s->slices == 0);
     }
     pthread_mutex_unlock(&core->queue);
     rc_wake_feeder(core);

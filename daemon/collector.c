@@ -211,18 +211,22 @@ static int collect_ring(struct rr_rail *rail, struct rr_client *client, struct r
 {
     struct rr_plane *plane = rail->plane;
     struct rr_slice slices[RING_BATCH];
-    if (!port->ring_source.free) return 0;
     int64_t count = rr_ring_peek(&port->ring, slices, RING_BATCH);
     if (count < 0) {
         rr_violation(rail, client, RR_PROTOCOL, port->ring.consumed, rr_load_relaxed_u64(&port->ring.ring->produced), port->ring.mask + 1);
         return 0;
     }
     uint32_t taken = 0;
-    while (taken < count && port->ring_source.free) {
+    while (taken < count) {
         const struct rr_slice *slice = &slices[taken];
         uint32_t tables = client->header->ring_tables;
         struct rr_work *work = port->ring_source.free;
+        if (!work) { /* more under way than the ring has slices */
+            rr_violation(rail, client, RR_PROTOCOL, port->ring_completed, port->ring.consumed + taken, port->ring.mask + 1);
+            return (int)taken;
+        }
         port->ring_source.free = work->next;
+        work->slot = (uint32_t)((port->ring.consumed + taken) & port->ring.mask);
         const struct rr_block *table = client->ring_tables + ((size_t)rail->number * tables + slice->table) * plane->table_entries;
         if (slice->table >= tables || take_slice(rail, client, work, slice, table, NULL)) {
             rr_violation(rail, client, RR_PROTOCOL, slice->transfer, slice->generation, slice->table);
@@ -261,9 +265,7 @@ int rr_collect_pending(struct rr_rail *rail)
         struct rr_client *client = rail->clients[i];
         struct rr_port *port = &client->ports[rail->number];
         if (rr_load_relaxed_u32(&client->faulted)) continue;
-        if (port->ring_source.free && (port->ring.produced_seen != port->ring.consumed ||
-                                       rr_load_relaxed_u64(&port->ring.ring->produced) != port->ring.consumed))
-            return 1;
+        if (rr_load_relaxed_u64(&port->ring.ring->produced) != port->ring.consumed) return 1;
         if (port->lane_memory && rr_load_relaxed_u64(&port->lane.lane->doorbell) != port->lane.taken) return 1;
         if (port->bouncer.shared && port->bouncer.filled != port->bouncer.reclaimed &&
             rr_load_relaxed_u64(&port->bouncer.shared->emptied) != port->bouncer.reclaimed)

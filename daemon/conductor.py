@@ -104,7 +104,7 @@ class Conductor:
             spin_us=config.spin_us,
         )
         for rail in config.rail:
-            made.add_rail(nic=rail.nic, cpu=rail.cpu, slices_in_flight=config.data.slices_in_flight)
+            made.add_rail(nic=rail.nic, cpu=rail.cpu)
         made.start()
         return made
 

@@ -42,7 +42,7 @@ EXAMPLE: Final = """\
 # slots = 18                    # a lane
 # slot_bytes = "8MiB"           # multiple of 64 KiB
 # table_entries = 4096          # blocks a slot
-# ring_slices = 256             # a client and rail; power of two
+# ring_slices = 128             # direct slices under way, a client and rail; power of two
 # ring_tables = 32              # block tables of direct slices, a client and rail
 # direct_slice_bytes = "4MiB"
 # express_bytes = "1MiB"        # transfers up to this size go first
@@ -73,7 +73,6 @@ EXAMPLE: Final = """\
 
 [data]
 # spin_us = -1                  # how long an idle rail thread spins; -1: 20, or 0 where cores are fewer than rails + 1
-# slices_in_flight = 64         # direct slices a client and rail
 
 [[rail]]
 address = "127.0.0.1"
@@ -118,7 +117,7 @@ class Relay(_Section, frozen=True):
     slots: int = 18
     slot_bytes: Bytes = Bytes(8 * MIB)
     table_entries: int = 4096
-    ring_slices: int = 256
+    ring_slices: int = 128
     ring_tables: int = 32
     direct_slice_bytes: Bytes = Bytes(4 * MIB)
     express_bytes: Bytes = Bytes(MIB)
@@ -161,7 +160,6 @@ class Tcp(_Section, frozen=True):
 
 class Data(_Section, frozen=True):
     spin_us: int = -1
-    slices_in_flight: int = 64
 
 
 class Rail(_Section, frozen=True):
@@ -212,7 +210,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "relay.slots": (2, abi.CONSTANTS["MAX_SLOTS"]),
     "relay.slot_bytes": (CELL_BYTES, GIB),
     "relay.table_entries": (1, 16384),
-    "relay.ring_slices": (2, 65536),
+    "relay.ring_slices": (2, 1024),
     "relay.ring_tables": (1, 4096),
     "relay.direct_slice_bytes": (CELL_BYTES, GIB),
     "relay.express_bytes": (0, GIB),
@@ -234,7 +232,6 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "tcp.notsent_lowat": (4 * KIB, GIB),
     "tcp.user_timeout_s": (1, 3600),
     "data.spin_us": (-1, 1_000_000),
-    "data.slices_in_flight": (1, 4096),
 }
 _RAIL_RANGES: Final[dict[str, tuple[int, int]]] = {"cpu": (-1, 4095), "port": (0, 65535)}
 

@@ -56,7 +56,7 @@ struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_pee
     return plane;
 }
 
-int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint32_t slices_in_flight)
+int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu)
 {
     const struct rr_nic_ops *ops = NULL;
     for (size_t i = 0; i < sizeof nics / sizeof *nics; i++)
@@ -67,7 +67,6 @@ int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint32_t
     rail->plane = plane;
     rail->number = (int)plane->rail_count;
     rail->cpu = cpu;
-    rail->slices_in_flight = slices_in_flight;
     rail->state = &plane->rail_states[rail->number];
     rail->counters = rail->state->counters;
     rail->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -259,6 +258,7 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
     if (header) memcpy(header, base, sizeof *header);
     client->header = header;
     if (good) client->transfer_count = header->transfers;
+    good = good && header->ring_slices <= RR_MAX_RING_SLICES;
     for (uint32_t i = 0; good && i < plane->rail_count; i++) {
         struct rr_port *port = &client->ports[i];
         port->ring.ring = &rings[i];
@@ -266,13 +266,14 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
         port->ring.mask = header->ring_slices - 1;
         port->lane.lane = &lanes[i];
         port->bouncer.slots = plane->bounce_slots;
+        port->bouncer.owner = number;
         port->bouncer.ring = &bounces[i];
         port->bouncer.frames = &bounce_frames[(size_t)i * plane->bounce_slots];
         port->bouncer.runs = &bounce_runs[(size_t)i * plane->bounce_slots * plane->table_entries];
         port->state = &plane->lane_states[i * plane->max_clients + number];
         memset(&port->state->head, 0, sizeof *port->state - offsetof(struct rr_lane_state, head));
         port->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        rr_source_init(&port->ring_source, client, plane->rails[i].slices_in_flight, plane->table_entries,
+        rr_source_init(&port->ring_source, client, header->ring_slices, plane->table_entries,
                        plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 0);
         good = port->kick_fd > 0 && port->ring_source.works;
     }
@@ -303,6 +304,7 @@ static void run_detach(struct rr_rail *rail, struct rr_command *command)
     }
     rail->nic->ops->drop_bounces(rail->nic, client);
     rr_purge(rail, of_client, client, RR_CLIENT_GONE);
+    rail->nic->ops->abandon(rail->nic, client);
     rr_client_drained(rail, client);
 }
 
@@ -489,32 +491,27 @@ int rr_plane_add_sender(struct rr_plane *plane, uint32_t rail, uint64_t connecti
 }
 
 struct settlement {
-    uint32_t code_count;
-    uint8_t codes[RR_WINDOW];
+    uint32_t ack_count;
+    struct rr_ack acks[RR_WINDOW];
 };
 
 static void run_settle(struct rr_rail *rail, struct rr_command *command)
 {
     struct settlement *settlement = command->pointer;
     struct rr_connection *connection = rail->nic->ops->find(rail->nic, command->a);
-    if (connection) rail->nic->ops->settle(rail->nic, connection, command->b, settlement->codes, settlement->code_count, RR_OK);
+    if (connection) rail->nic->ops->settle(rail->nic, connection, command->b, settlement->acks, settlement->ack_count, RR_OK);
     free(settlement);
     done(rail, command, connection != NULL);
 }
 
-int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint64_t placed, const uint8_t *codes,
-                           uint32_t code_count, uint64_t cookie)
+int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint64_t placed, const struct rr_ack *acks,
+                           uint32_t ack_count, uint64_t cookie)
 {
     if (rail >= plane->rail_count) return -ENOENT;
     struct settlement *settlement = malloc(sizeof *settlement);
     if (!settlement) return -ENOMEM;
-    /* Only the newest codes matter: the window holds no more frames than that. */
-    if (code_count > RR_WINDOW) {
-        codes += code_count - RR_WINDOW;
-        code_count = RR_WINDOW;
-    }
-    settlement->code_count = code_count;
-    memcpy(settlement->codes, codes, code_count);
+    settlement->ack_count = ack_count < RR_WINDOW ? ack_count : RR_WINDOW;
+    memcpy(settlement->acks, acks, settlement->ack_count * sizeof *acks);
     rr_rail_command(&plane->rails[rail],
                     (struct rr_command){.run = run_settle, .cookie = cookie, .a = connection, .b = placed, .pointer = settlement});
     return 0;
@@ -619,6 +616,7 @@ static void run_purge(struct rr_rail *rail, struct rr_command *command)
 {
     (void)command;
     rr_purge(rail, of_stopped, NULL, RR_CANCELLED);
+    rail->nic->ops->purge(rail->nic);
 }
 
 int rr_plane_purge_stopped(struct rr_plane *plane)
@@ -684,15 +682,15 @@ int rr_plane_fence_receiver(struct rr_plane *plane, uint32_t rail, uint64_t conn
     return 0;
 }
 
-int rr_plane_fence_codes(struct rr_plane *plane, uint64_t connection, uint8_t *codes)
+int rr_plane_fence_acks(struct rr_plane *plane, uint64_t connection, struct rr_ack *acks)
 {
     int count = -1;
     pthread_mutex_lock(&plane->event_lock);
     for (struct rr_fence_record **link = &plane->fences; *link; link = &(*link)->next) {
         struct rr_fence_record *record = *link;
         if (record->connection != connection) continue;
-        count = (int)record->code_count;
-        memcpy(codes, record->codes, record->code_count);
+        count = (int)record->ack_count;
+        memcpy(acks, record->acks, record->ack_count * sizeof *acks);
         *link = record->next;
         free(record);
         break;

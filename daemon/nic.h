@@ -23,15 +23,19 @@ struct rr_nic_ops {
     struct rr_connection *(*find)(struct rr_nic *nic, uint64_t id);
     /* Sender: stops using the connection as if it had failed; RR_EVENT_SENDER_LOST follows. */
     void (*lose)(struct rr_nic *nic, struct rr_connection *connection, int error);
-    /* Sender, lost: frames up to placed ended with codes (the last code_count of them); the rest is queued again, or
-     * fails with `otherwise` if that is not RR_OK. Frees the connection. */
-    void (*settle)(struct rr_nic *nic, struct rr_connection *connection, uint64_t placed, const uint8_t *codes, uint32_t code_count,
+    /* Sender, lost: the frames in acks ended with their codes; the rest is queued again, or fails with `otherwise` if
+     * that is not RR_OK. Frees the connection. */
+    void (*settle)(struct rr_nic *nic, struct rr_connection *connection, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
                    uint32_t otherwise);
     /* Receiver: nothing more is placed; RR_EVENT_RECEIVER_FENCED follows and the connection is freed. */
     void (*fence)(struct rr_nic *nic, struct rr_connection *connection);
     /* Receiver: frames under way to this export (or with this tag to this client) are refused from now on. */
     void (*refuse)(struct rr_nic *nic, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result);
-    /* Calls visit for each posted piece of work. */
+    /* Ends work that is stopped and of which the receiver has nothing yet. */
+    void (*purge)(struct rr_nic *nic);
+    /* The client has left: lets go of its memory as soon as the NIC does not read it any more. */
+    void (*abandon)(struct rr_nic *nic, struct rr_client *client);
+    /* Calls visit for each posted piece of work that the fence would settle. */
     void (*each_posted)(struct rr_nic *nic, void (*visit)(void *context, struct rr_connection *connection, struct rr_work *work),
                         void *context);
     void (*close_senders)(struct rr_nic *nic, uint32_t peer, uint32_t result);

@@ -29,7 +29,8 @@ from railrelay.shm_layout.segment import PeerState
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
-MOST_CODES: Final = 4096
+ACK_BYTES: Final = 16  # sequence and result
+MOST_ACKS: Final = 256
 
 log = logging.getLogger("railrelay")
 
@@ -379,10 +380,11 @@ class Peers:
                 self._ctx.state.error(failure.code, f"fence of rail {sender.rail} waits: {failure.text}")
                 await asyncio.sleep(FIRST_PAUSE_S)
             else:
-                if not len(fenced.codes) <= min(fenced.placed, MOST_CODES) or fenced.placed >= 1 << 63:
-                    self.drop(peer, f"says that {fenced.placed} frames were placed with {len(fenced.codes)} codes")
+                acks, odd = divmod(len(fenced.acks), ACK_BYTES)
+                if odd or acks > min(fenced.placed, MOST_ACKS) or fenced.placed >= 1 << 63:
+                    self.drop(peer, f"says that {fenced.placed} frames were dealt with, {len(fenced.acks)} bytes of results")
                     return
-                settle = partial(plane.settle_sender, sender.rail, number, fenced.placed, fenced.codes)
+                settle = partial(plane.settle_sender, sender.rail, number, fenced.placed, fenced.acks)
                 await self._ctx.commands.send(settle)
                 self._senders.pop(number, None)
                 return

@@ -115,6 +115,11 @@ struct rr_wire_run {
     uint32_t handle;
 };
 
+/* How a frame ended at the receiver: what RailFenced carries. */
+struct rr_ack {
+    uint64_t sequence, code;
+};
+
 enum rr_work_state { RR_WORK_FREE = 0, RR_WORK_QUEUED, RR_WORK_PARKED, RR_WORK_POSTED };
 
 /* One slice being moved: a private, checked copy of its block table as source pieces and remote runs. */
@@ -131,7 +136,7 @@ struct rr_work {
     uint64_t grant;
     uint64_t parked_ns;
     uint32_t piece_count, run_count, block_count;
-    uint32_t slot;
+    uint32_t slot; /* lane: of the slot; ring: position of the slice, modulo ring slices */
     uint32_t transfer, generation;
     uint32_t peer, remote_rail, class_, owner, window_bytes;
     uint32_t state;
@@ -149,8 +154,8 @@ struct rr_flow {
 struct rr_source {
     struct rr_client *client;
     struct rr_flow *flows; /* [max_peers * RR_MAX_RAILS * RR_CLASSES] */
-    struct rr_work *works; /* lane: one a slot; ring: slices_in_flight */
-    struct rr_work *free;  /* ring only */
+    struct rr_work *works; /* one a slot, or one a slice of the ring */
+    struct rr_work *free; /* ring only: one work for each slice that the client may have under way */
     uint32_t work_count, in_flight;
     int is_lane;
 };
@@ -163,7 +168,7 @@ struct rr_bounce_wait {
 struct rr_bounce_pending {
     struct rr_connection *connection;
     uint64_t sequence, tag;
-    uint32_t slot;
+    uint32_t slot, window;
 };
 
 /* Bounce memory of one client on one rail: how frames reach memory that only its own process can write. */
@@ -178,13 +183,14 @@ struct rr_bouncer {
     struct rr_bounce_wait *waits;       /* circular, [RR_BOUNCE_WAITS] */
     uint64_t waits_head, waits_tail;
     uint64_t filled, reclaimed;
-    uint32_t slots;
+    uint32_t slots, owner;
 };
 
 /* What one rail keeps for one client. */
 struct rr_port {
     struct rr_lane_consumer lane;
     struct rr_ring_consumer ring;
+    uint64_t ring_completed;
     struct rr_source lane_source, ring_source;
     struct rr_mapping *lane_memory; /* NULL: not leased */
     struct rr_lane_state *state;    /* row of the node segment */
@@ -255,7 +261,6 @@ struct rr_rail {
     struct rr_nic *nic;
     struct rr_deferred *deferred;
     int number, cpu, kick_fd;
-    uint32_t slices_in_flight;
     uint32_t stop;
     pthread_t thread;
     int started;
@@ -287,8 +292,8 @@ struct rr_plane {
 struct rr_fence_record {
     struct rr_fence_record *next;
     uint64_t connection;
-    uint32_t code_count;
-    uint8_t codes[RR_WINDOW];
+    uint32_t ack_count;
+    struct rr_ack acks[RR_WINDOW];
 };
 
 struct rr_holder {
@@ -299,7 +304,7 @@ struct rr_holder {
 /* ---- control.c: main thread ---- */
 struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
                                  uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns);
-int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint32_t slices_in_flight); /* rail or -errno */
+int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu); /* rail or -errno */
 int rr_plane_start(struct rr_plane *plane);
 void rr_plane_stop(struct rr_plane *plane);
 void rr_plane_free(struct rr_plane *plane);
@@ -319,13 +324,13 @@ void rr_plane_remove_remote(struct rr_plane *plane, uint32_t client, uint32_t re
 int rr_plane_add_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
                         uint32_t epoch, int fd);
 int rr_plane_add_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t session, int fd);
-int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint64_t placed, const uint8_t *codes,
-                           uint32_t code_count, uint64_t cookie);
+int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint64_t placed, const struct rr_ack *acks,
+                           uint32_t ack_count, uint64_t cookie);
 int rr_plane_close_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection);
 int rr_plane_fail_path(struct rr_plane *plane, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie);
 int rr_plane_drop_peer(struct rr_plane *plane, uint32_t peer, uint32_t result, uint64_t cookie);
 int rr_plane_fence_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection);
-int rr_plane_fence_codes(struct rr_plane *plane, uint64_t connection, uint8_t *codes); /* count or -1; forgets them */
+int rr_plane_fence_acks(struct rr_plane *plane, uint64_t connection, struct rr_ack *acks); /* count or -1; forgets them */
 int rr_plane_add_export(struct rr_plane *plane, uint32_t handle, uint32_t session, uint32_t client, uint32_t region, uint64_t bytes);
 int rr_plane_remove_export(struct rr_plane *plane, uint32_t handle, uint64_t cookie);
 int rr_plane_add_tombstone(struct rr_plane *plane, uint32_t client, uint64_t tag, uint64_t cookie);

@@ -9,7 +9,7 @@ COMMAND_DONE: Final[int]     # (kind, rail, cookie, value, 0, 0, 0)
 CONNECT_WANTED: Final[int]   # (kind, rail, peer, remote_rail, express, epoch, 0): slices wait for a sender connection
 SENDER_LOST: Final[int]      # (kind, rail, connection, errno, peer, remote_rail, slices in flight)
 RECEIVER_LOST: Final[int]    # (kind, rail, connection, errno, session, 0, 0); 0 = clean end of stream
-RECEIVER_FENCED: Final[int]  # (kind, rail, connection, placed, 0, 0, 0): fence_codes(connection) has the codes; the connection is freed
+RECEIVER_FENCED: Final[int]  # (kind, rail, connection, placed, 0, 0, 0): fence_acks(connection) has the results; the connection is freed
 CLIENT_DETACHED: Final[int]  # (kind, rail, client, 0, 0, 0, 0): nothing of the client is in flight on this rail any more
 VIOLATION: Final[int]        # (kind, rail, client, result, a, b, c): words that no correct client writes; conductor detaches it
 NOTE_DUE: Final[int]         # (kind, rail, client, transfer, generation, 0, 0): all slices placed, deliver its Note, then finish_note()
@@ -21,7 +21,7 @@ class DataPlane:
     def __init__(self, node_segment: memoryview, *, instance: int, max_peers: int, max_sessions: int, max_exports: int,
                  regions_per_client: int, remotes_per_client: int, spin_us: int) -> None:
         """``node_segment``: the mapped, published node segment (rail, lane, client states are found through its table)."""
-    def add_rail(self, *, nic: str, cpu: int, slices_in_flight: int) -> int:
+    def add_rail(self, *, nic: str, cpu: int) -> int:
         """nic: only "tcp" so far (ValueError names the others). Returns the rail's number; before start()."""
     def start(self) -> None: ...
     def stop(self) -> None:
@@ -75,7 +75,7 @@ class DataPlane:
     def add_peer(self, peer: int, remote_rails: int) -> None: ...
     def add_sender(self, rail: int, connection: int, peer: int, remote_rail: int, express: bool, epoch: int, fd: int) -> None:
         """Hands over a connected non-blocking socket after its preamble was written; the plane owns and closes it."""
-    def settle_sender(self, rail: int, connection: int, placed: int, codes: bytes, cookie: int) -> None:
+    def settle_sender(self, rail: int, connection: int, placed: int, acks: bytes, cookie: int) -> None:
         """The receiver has fenced the connection: placed slices complete, refused ones fail, others are queued again."""
     def close_sender(self, rail: int, connection: int) -> None:
         """Closes a live connection as if it were lost: SENDER_LOST follows."""
@@ -88,7 +88,8 @@ class DataPlane:
     def add_receiver(self, rail: int, connection: int, session: int, fd: int) -> None: ...
     def fence_receiver(self, rail: int, connection: int) -> None:
         """Closes it; RECEIVER_FENCED when its last bounced frame is settled."""
-    def fence_codes(self, connection: int) -> bytes: ...
+    def fence_acks(self, connection: int) -> bytes:
+        """The latest acknowledgements that the receiver gave: 16 bytes each, sequence and result, little-endian."""
     def add_export(self, handle: int, session: int, client: int, region: int, nbytes: int) -> None: ...
     def remove_export(self, handle: int, cookie: int) -> None:
         """After all rails answered no byte lands there any more; frames on their way are refused (RR_REGION_GONE)."""

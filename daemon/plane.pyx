@@ -19,6 +19,8 @@ cdef extern from "plane.h" nogil:
         RR_WINDOW
     struct rr_event:
         int64_t kind, rail, a, b, c, d, e
+    struct rr_ack:
+        uint64_t sequence, code
     struct rr_holder:
         uint64_t cookie, connection
         int rail
@@ -47,7 +49,7 @@ cdef extern from "plane.h" nogil:
         rr_client **clients
     rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
                               uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns)
-    int rr_plane_add_rail(rr_plane *, const char *nic, int cpu, uint32_t slices_in_flight)
+    int rr_plane_add_rail(rr_plane *, const char *nic, int cpu)
     int rr_plane_start(rr_plane *)
     void rr_plane_stop(rr_plane *)
     void rr_plane_free(rr_plane *)
@@ -66,13 +68,13 @@ cdef extern from "plane.h" nogil:
     int rr_plane_add_sender(rr_plane *, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
                             uint32_t epoch, int fd)
     int rr_plane_add_receiver(rr_plane *, uint32_t rail, uint64_t connection, uint32_t session, int fd)
-    int rr_plane_settle_sender(rr_plane *, uint32_t rail, uint64_t connection, uint64_t placed, const uint8_t *codes,
-                               uint32_t code_count, uint64_t cookie)
+    int rr_plane_settle_sender(rr_plane *, uint32_t rail, uint64_t connection, uint64_t placed, const rr_ack *acks,
+                               uint32_t ack_count, uint64_t cookie)
     int rr_plane_close_sender(rr_plane *, uint32_t rail, uint64_t connection)
     int rr_plane_fail_path(rr_plane *, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie)
     int rr_plane_drop_peer(rr_plane *, uint32_t peer, uint32_t result, uint64_t cookie)
     int rr_plane_fence_receiver(rr_plane *, uint32_t rail, uint64_t connection)
-    int rr_plane_fence_codes(rr_plane *, uint64_t connection, uint8_t *codes)
+    int rr_plane_fence_acks(rr_plane *, uint64_t connection, rr_ack *acks)
     int rr_plane_add_export(rr_plane *, uint32_t handle, uint32_t session, uint32_t client, uint32_t region, uint64_t bytes)
     int rr_plane_remove_export(rr_plane *, uint32_t handle, uint64_t cookie)
     int rr_plane_add_tombstone(rr_plane *, uint32_t client, uint64_t tag, uint64_t cookie)
@@ -154,9 +156,9 @@ cdef class DataPlane:
     cdef rr_client *client(self, uint32_t client) noexcept:
         return self.plane.clients[client] if client < self.plane.max_clients else NULL
 
-    def add_rail(self, *, nic, int cpu, uint32_t slices_in_flight):
+    def add_rail(self, *, nic, int cpu):
         try:
-            return check(rr_plane_add_rail(self.plane, nic.encode(), cpu, slices_in_flight))
+            return check(rr_plane_add_rail(self.plane, nic.encode(), cpu))
         except OSError as error:
             if error.errno == 95:
                 raise ValueError(f'nic: {nic!r} is not one of "tcp"') from None
@@ -317,8 +319,11 @@ cdef class DataPlane:
     def add_sender(self, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, bint express, uint32_t epoch, int fd):
         check(rr_plane_add_sender(self.plane, rail, connection, peer, remote_rail, express, epoch, fd))
 
-    def settle_sender(self, uint32_t rail, uint64_t connection, uint64_t placed, bytes codes, uint64_t cookie):
-        check(rr_plane_settle_sender(self.plane, rail, connection, placed, codes, len(codes), cookie))
+    def settle_sender(self, uint32_t rail, uint64_t connection, uint64_t placed, bytes acks, uint64_t cookie):
+        if len(acks) % sizeof(rr_ack):
+            raise ValueError(f"acknowledgements of {len(acks)} bytes: not a multiple of {sizeof(rr_ack)}")
+        check(rr_plane_settle_sender(self.plane, rail, connection, placed, <const rr_ack *> <const char *> acks,
+                                     len(acks) // sizeof(rr_ack), cookie))
 
     def close_sender(self, uint32_t rail, uint64_t connection):
         check(rr_plane_close_sender(self.plane, rail, connection))
@@ -335,12 +340,12 @@ cdef class DataPlane:
     def fence_receiver(self, uint32_t rail, uint64_t connection):
         check(rr_plane_fence_receiver(self.plane, rail, connection))
 
-    def fence_codes(self, uint64_t connection):
-        cdef uint8_t[RR_WINDOW] codes
-        cdef int count = rr_plane_fence_codes(self.plane, connection, codes)
+    def fence_acks(self, uint64_t connection):
+        cdef rr_ack[RR_WINDOW] acks
+        cdef int count = rr_plane_fence_acks(self.plane, connection, acks)
         if count < 0:
             raise KeyError(connection)
-        return (<char *> codes)[:count]
+        return (<char *> acks)[:count * sizeof(rr_ack)]
 
     def add_export(self, uint32_t handle, uint32_t session, uint32_t client, uint32_t region, uint64_t nbytes):
         check(rr_plane_add_export(self.plane, handle, session, client, region, nbytes))

@@ -223,6 +223,7 @@ void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
     } else {
         work->next = source->free;
         source->free = work;
+        rr_ring_end(port->ring.ring, &port->ring_completed, work->slot);
     }
     if (rr_transfer_slice_done(client, transfer, generation, result, bytes, rail->number))
         rr_violation(rail, client, RR_PROTOCOL, transfer, generation, bytes);

@@ -315,19 +315,19 @@ class Sessions:
             self._fence(session, connection)
 
     def receiver_fenced(self, connection: int, placed: int) -> None:
-        codes = self._ctx.plane.fence_codes(connection)
+        acks = self._ctx.plane.fence_acks(connection)
         session = self._by_connection.get(connection)
         if session is None or session.receivers.pop(connection, None) is None:
             return
-        self._keep(session, connection, placed, codes)
+        self._keep(session, connection, placed, acks)
         waiting = session.waiting.pop(connection, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
-    def _keep(self, session: Session, connection: int, placed: int, codes: bytes) -> None:
+    def _keep(self, session: Session, connection: int, placed: int, acks: bytes) -> None:
         self._by_connection.pop(connection, None)
         session.tokens.discard(connection)
-        session.fenced[connection] = (placed, codes)
+        session.fenced[connection] = (placed, acks)
         if len(session.fenced) > KEPT_FENCES:
             session.fenced.popitem(last=False)
 

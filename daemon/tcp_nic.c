@@ -83,7 +83,9 @@ struct rr_connection *tcp_add_connection(struct tcp_nic *nic, uint64_t id, enum 
     c->id = id;
     c->role = role;
     c->fd = fd;
-    c->next_sequence = c->oldest = 1;
+    c->next_sequence = 1;
+    c->window_free_count = RR_WINDOW;
+    for (uint32_t i = 0; i < RR_WINDOW; i++) c->window_free[i] = (uint16_t)(RR_WINDOW - 1 - i);
     c->bounce_slot = -1;
     if (role == RECEIVER) {
         c->runs = malloc(RR_WIRE_RUNS_MAX * sizeof *c->runs);
@@ -111,7 +113,7 @@ void tcp_touch(const struct iovec *pieces, uint32_t count)
 static uint32_t in_window(const struct rr_connection *c)
 {
     uint32_t count = 0;
-    for (uint64_t s = c->oldest; s < c->next_sequence; s++) count += c->window[s % RR_WINDOW] != NULL;
+    for (uint32_t i = 0; i < RR_WINDOW; i++) count += c->window[i] != NULL;
     return count;
 }
 
@@ -144,7 +146,7 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
         if (c->role == SENDER) {
             if (events[i].events & EPOLLOUT) c->blocked = 0;
             work_count += tcp_read_replies(nic, c);
-            if (c->fd >= 0 && !c->blocked && (c->writing || c->granted)) work_count += tcp_post(base, c->path);
+            if (c->fd >= 0 && !c->blocked && (c->writing || c->granted || c->return_count)) work_count += tcp_post(base, c->path);
         } else {
             if (events[i].events & EPOLLOUT) tcp_flush_replies(nic, c);
             if (events[i].events & ~(uint32_t)EPOLLOUT) work_count += tcp_read_frames(nic, c);
@@ -167,6 +169,8 @@ const struct rr_nic_ops rr_tcp_nic = {
     .settle = tcp_settle,
     .fence = tcp_fence,
     .refuse = tcp_refuse,
+    .purge = tcp_purge,
+    .abandon = tcp_abandon,
     .each_posted = tcp_each_posted,
     .close_senders = tcp_close_senders,
     .reclaim = tcp_reclaim,

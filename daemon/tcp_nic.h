@@ -7,7 +7,8 @@
 #define FRAME_MAGIC 0x4d415246u /* "FRAM" */
 #define REPLY_MAGIC 0x4c504552u /* "REPL" */
 #define FRAME_DATA 1u
-#define FRAME_WANT 2u
+#define FRAME_WANT 2u   /* asks for bounce memory */
+#define FRAME_RETURN 3u /* gives a grant back unused */
 #define REPLY_DONE 1u
 #define REPLY_GRANT 2u
 #define PIECES_PER_CALL 1022u
@@ -21,7 +22,7 @@
 struct frame {
     uint32_t magic;
     uint16_t type;
-    uint16_t reserved;
+    uint16_t window; /* entry of the sender's window, repeated in the reply */
     uint32_t run_count;
     uint32_t owner; /* number of the destination client at the receiver */
     uint64_t sequence;
@@ -38,7 +39,7 @@ struct reply {
     uint16_t code;
     uint64_t sequence;
     uint64_t grant;
-    uint64_t bytes;
+    uint64_t window; /* of the frame; in a grant the owner of the bounce memory */
 };
 _Static_assert(sizeof(struct reply) == 32, "wire reply");
 
@@ -59,11 +60,21 @@ struct rr_connection {
     uint32_t piece;
     uint64_t piece_sent;
     int writing, blocked;
-    uint64_t next_sequence, oldest;
+    uint64_t next_sequence;
+    /* Frames without a reply, in any order: a receiver that one destination keeps waiting answers the others. An entry
+     * with a sequence but no work belongs to a client that has left. */
     struct rr_work *window[RR_WINDOW];
+    uint64_t window_sequence[RR_WINDOW];
+    uint16_t window_free[RR_WINDOW];
+    uint32_t window_free_count;
     struct rr_work *parked;  /* waiting for a grant */
     struct rr_work *granted, *granted_last;
     uint64_t next_want;
+    struct {
+        uint64_t grant;
+        uint32_t owner;
+    } returns[RR_WINDOW]; /* to give back */
+    uint32_t return_count;
     struct reply in_replies[128];
     uint32_t in_bytes;
 
@@ -82,7 +93,8 @@ struct rr_connection {
     uint32_t bounces_pending;
     int fencing;
     uint64_t received;   /* sequence of the last whole frame */
-    uint8_t codes[RR_WINDOW];
+    struct rr_ack acks[RR_WINDOW]; /* the latest, circular; no more replies can be on their way */
+    uint64_t ack_count;
     struct rr_wire_run *runs; /* [RR_WIRE_RUNS_MAX] */
     struct iovec *iov;        /* [RR_WIRE_RUNS_MAX] */
     uint8_t lookahead[LOOKAHEAD_BYTES];
@@ -111,9 +123,11 @@ void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error);
 struct rr_connection *tcp_add_sender(struct rr_nic *base, uint64_t id, struct rr_path *path, uint32_t epoch, int fd);
 int tcp_post(struct rr_nic *base, struct rr_path *path);
 int tcp_read_replies(struct tcp_nic *nic, struct rr_connection *c);
-void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const uint8_t *codes, uint32_t code_count,
+void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
                        uint32_t otherwise);
 void tcp_close_senders(struct rr_nic *base, uint32_t peer, uint32_t result);
+void tcp_purge(struct rr_nic *base);
+void tcp_abandon(struct rr_nic *base, struct rr_client *client);
 void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context);
 
 /* tcp_receiver.c */

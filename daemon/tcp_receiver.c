@@ -48,7 +48,8 @@ void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c)
 }
 
 /* A sender that keeps to its window can never fill the list: one that does not is cut off. */
-static void queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t type, uint16_t code, uint64_t sequence, uint64_t grant)
+static void queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t type, uint16_t code, uint64_t sequence, uint64_t grant,
+                        uint64_t window)
 {
     if (c->fd < 0) return;
     if (c->reply_count == REPLIES_MAX) {
@@ -56,14 +57,17 @@ static void queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t t
         return;
     }
     struct reply *reply = &c->out_replies[(c->reply_at + c->reply_count++) % REPLIES_MAX];
-    *reply = (struct reply){REPLY_MAGIC, type, code, sequence, grant, 0};
+    *reply = (struct reply){REPLY_MAGIC, type, code, sequence, grant, window};
 }
 
-static void acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequence, uint16_t code)
+static void acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequence, uint16_t code, uint32_t window)
 {
-    c->codes[sequence % RR_WINDOW] = (uint8_t)code;
-    queue_reply(nic, c, REPLY_DONE, code, sequence, 0);
+    c->acks[c->ack_count++ % RR_WINDOW] = (struct rr_ack){sequence, code};
+    queue_reply(nic, c, REPLY_DONE, code, sequence, 0, window);
 }
+
+/* In rr_bouncer.reserved_by: the slot holds a frame, or part of one. */
+#define IN_USE ((struct rr_connection *)1)
 
 static struct rr_bouncer *bouncer_of(struct rr_rail *rail, uint32_t number)
 {
@@ -82,7 +86,7 @@ static void grant_waiting(struct tcp_nic *nic, struct rr_bouncer *bouncer)
             while (slot < bouncer->slots && bouncer->reserved_by[slot]) slot++;
             if (slot == bouncer->slots) return;
             bouncer->reserved_by[slot] = wait->connection;
-            queue_reply(nic, wait->connection, REPLY_GRANT, RR_OK, wait->sequence, slot + 1);
+            queue_reply(nic, wait->connection, REPLY_GRANT, RR_OK, wait->sequence, slot + 1, bouncer->owner);
             tcp_flush_replies(nic, wait->connection);
         }
         bouncer->waits_head++;
@@ -94,15 +98,28 @@ static void on_want(struct tcp_nic *nic, struct rr_connection *c)
     struct rr_rail *rail = nic->base.rail;
     struct rr_bouncer *bouncer = bouncer_of(rail, c->in.owner);
     if (!bouncer) {
-        queue_reply(nic, c, REPLY_GRANT, RR_REGION_GONE, c->in.sequence, 0);
+        queue_reply(nic, c, REPLY_GRANT, RR_REGION_GONE, c->in.sequence, 0, 0);
     } else if (c->in.bytes > rail->plane->slot_bytes) {
-        queue_reply(nic, c, REPLY_GRANT, RR_OUT_OF_BOUNDS, c->in.sequence, 0);
+        queue_reply(nic, c, REPLY_GRANT, RR_OUT_OF_BOUNDS, c->in.sequence, 0, 0);
     } else if (bouncer->waits_tail - bouncer->waits_head >= RR_BOUNCE_WAITS) {
         tcp_lose(&nic->base, c, ENOBUFS);
     } else {
         bouncer->waits[bouncer->waits_tail++ % RR_BOUNCE_WAITS] = (struct rr_bounce_wait){c, c->in.sequence};
         grant_waiting(nic, bouncer);
     }
+}
+
+static void free_bounce_slot(struct tcp_nic *nic, struct rr_bouncer *bouncer, uint32_t slot)
+{
+    bouncer->reserved_by[slot] = NULL;
+    grant_waiting(nic, bouncer);
+}
+
+static void on_return(struct tcp_nic *nic, struct rr_connection *c)
+{
+    struct rr_bouncer *bouncer = bouncer_of(nic->base.rail, c->in.owner);
+    uint64_t slot = c->in.grant - 1;
+    if (bouncer && slot < bouncer->slots && bouncer->reserved_by[slot] == c) free_bounce_slot(nic, bouncer, (uint32_t)slot);
 }
 
 static int tombstone(const struct rr_client *client, uint64_t tag)
@@ -181,6 +198,7 @@ static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
             return -1;
         } else {
             c->bounce_slot = (int32_t)slot;
+            bouncer->reserved_by[slot] = IN_USE; /* a grant is good for one frame */
             c->iov[0].iov_base = bouncer->memory->base + slot * rail->plane->slot_bytes;
             c->iov[0].iov_len = c->in.bytes;
             c->iov_count = 1;
@@ -189,12 +207,6 @@ static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
     c->refused = c->code != RR_OK;
     if (c->refused) rr_count(rail, RR_RAIL_REFUSED_FRAMES, 1);
     return 0;
-}
-
-static void free_bounce_slot(struct tcp_nic *nic, struct rr_bouncer *bouncer, uint32_t slot)
-{
-    bouncer->reserved_by[slot] = NULL;
-    grant_waiting(nic, bouncer);
 }
 
 static void publish_bounce(struct tcp_nic *nic, struct rr_connection *c)
@@ -211,7 +223,7 @@ static void publish_bounce(struct tcp_nic *nic, struct rr_connection *c)
     frame->slot = (uint32_t)c->bounce_slot;
     frame->run_count = c->in.run_count;
     frame->bytes = c->in.bytes;
-    bouncer->pending[at] = (struct rr_bounce_pending){c, c->in.sequence, c->in.tag, (uint32_t)c->bounce_slot};
+    bouncer->pending[at] = (struct rr_bounce_pending){c, c->in.sequence, c->in.tag, (uint32_t)c->bounce_slot, c->in.window};
     c->bounces_pending++;
     bouncer->filled++;
     rr_store_release_u64(&bouncer->shared->filled, bouncer->filled); /* SYNC filled */
@@ -231,7 +243,7 @@ static void on_frame(struct tcp_nic *nic, struct rr_connection *c)
     } else {
         struct rr_bouncer *bouncer = c->bounce_slot >= 0 ? bouncer_of(rail, c->in.owner) : NULL;
         if (bouncer) free_bounce_slot(nic, bouncer, (uint32_t)c->bounce_slot);
-        acknowledge(nic, c, c->in.sequence, c->code);
+        acknowledge(nic, c, c->in.sequence, c->code, c->in.window);
     }
     c->bounce_slot = -1;
 }
@@ -244,6 +256,10 @@ static int on_header(struct tcp_nic *nic, struct rr_connection *c)
     if (c->in.type == FRAME_WANT) {
         on_want(nic, c);
         return c->fd < 0 ? -2 : 0;
+    }
+    if (c->in.type == FRAME_RETURN) {
+        on_return(nic, c);
+        return 0;
     }
     if (c->in.type != FRAME_DATA || c->in.sequence != c->received + 1 || c->in.run_count == 0 || c->in.run_count > RR_WIRE_RUNS_MAX ||
         c->in.bytes == 0 || c->in.bytes > RR_WIRE_BYTES_MAX || c->in.owner >= nic->base.rail->plane->max_clients)
@@ -423,7 +439,7 @@ int tcp_reclaim(struct rr_nic *base, struct rr_client *client)
         uint32_t result = rr_load_relaxed_u32(&bouncer->frames[at].result);
         bouncer->reclaimed++;
         pending.connection->bounces_pending--;
-        acknowledge(nic, pending.connection, pending.sequence, result == RR_OK ? RR_OK : RR_REGION_GONE);
+        acknowledge(nic, pending.connection, pending.sequence, result == RR_OK ? RR_OK : RR_REGION_GONE, pending.window);
         tcp_flush_replies(nic, pending.connection);
         if (pending.connection->fencing) base->ops->fence(base, pending.connection);
         free_bounce_slot(nic, bouncer, pending.slot);
@@ -441,13 +457,13 @@ void tcp_drop_bounces(struct rr_nic *base, struct rr_client *client)
     while (bouncer->waits_head != bouncer->waits_tail) {
         struct rr_bounce_wait *wait = &bouncer->waits[bouncer->waits_head++ % RR_BOUNCE_WAITS];
         if (!wait->connection) continue;
-        queue_reply(nic, wait->connection, REPLY_GRANT, RR_REGION_GONE, wait->sequence, 0);
+        queue_reply(nic, wait->connection, REPLY_GRANT, RR_REGION_GONE, wait->sequence, 0, 0);
         tcp_flush_replies(nic, wait->connection);
     }
     while (bouncer->reclaimed != bouncer->filled) {
         struct rr_bounce_pending pending = bouncer->pending[bouncer->reclaimed++ % bouncer->slots];
         pending.connection->bounces_pending--;
-        acknowledge(nic, pending.connection, pending.sequence, RR_REGION_GONE);
+        acknowledge(nic, pending.connection, pending.sequence, RR_REGION_GONE, pending.window);
         tcp_flush_replies(nic, pending.connection);
         if (pending.connection->fencing) base->ops->fence(base, pending.connection);
     }
@@ -477,16 +493,17 @@ void tcp_fence(struct rr_nic *base, struct rr_connection *c)
         if (!bouncer) continue;
         for (uint64_t at = bouncer->waits_head; at != bouncer->waits_tail; at++)
             if (bouncer->waits[at % RR_BOUNCE_WAITS].connection == c) bouncer->waits[at % RR_BOUNCE_WAITS].connection = NULL;
-        for (uint32_t slot = 0; slot < bouncer->slots; slot++)
-            if (bouncer->reserved_by[slot] == c) bouncer->reserved_by[slot] = NULL;
+        for (uint32_t slot = 0; slot < bouncer->slots; slot++) {
+            int half_read = c->bounce_slot == (int32_t)slot && c->in.owner == i;
+            if (bouncer->reserved_by[slot] == c || half_read) bouncer->reserved_by[slot] = NULL;
+        }
         grant_waiting(nic, bouncer);
     }
     struct rr_fence_record *record = calloc(1, sizeof *record);
     if (!record) abort();
     record->connection = c->id;
-    record->code_count = c->received < RR_WINDOW ? (uint32_t)c->received : RR_WINDOW;
-    for (uint32_t i = 0; i < record->code_count; i++)
-        record->codes[i] = c->codes[(c->received - record->code_count + 1 + i) % RR_WINDOW];
+    record->ack_count = c->ack_count < RR_WINDOW ? (uint32_t)c->ack_count : RR_WINDOW;
+    memcpy(record->acks, c->acks, record->ack_count * sizeof *record->acks);
     pthread_mutex_lock(&plane->event_lock);
     record->next = plane->fences;
     plane->fences = record;

@@ -24,9 +24,11 @@ static void start_frame(struct rr_connection *c, uint16_t type, const struct rr_
     memset(&c->out, 0, sizeof c->out);
     c->out.magic = FRAME_MAGIC;
     c->out.type = type;
-    c->out.owner = work->owner;
-    c->out.bytes = work->bytes;
-    c->out.tag = work->tag;
+    if (work) {
+        c->out.owner = work->owner;
+        c->out.bytes = work->bytes;
+        c->out.tag = work->tag;
+    }
     c->out_sent = 0;
     c->out_bytes = sizeof c->out;
     c->piece = 0;
@@ -38,7 +40,14 @@ static void start_frame(struct rr_connection *c, uint16_t type, const struct rr_
 static int next_frame(struct rr_rail *rail, struct rr_connection *c)
 {
     struct rr_work *work = c->granted;
-    if (c->next_sequence - c->oldest >= RR_WINDOW) {
+    if (c->return_count) {
+        start_frame(c, FRAME_RETURN, NULL);
+        c->out.grant = c->returns[--c->return_count].grant;
+        c->out.owner = c->returns[c->return_count].owner;
+        c->current = NULL;
+        return 1;
+    }
+    if (!c->window_free_count) {
         rr_count(rail, RR_RAIL_WINDOW_FULL, 1);
         return 0;
     }
@@ -66,9 +75,12 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     work->state = RR_WORK_POSTED;
     work->connection = c;
     work->sequence = c->next_sequence++;
-    c->window[work->sequence % RR_WINDOW] = work;
+    uint16_t window = c->window_free[--c->window_free_count];
+    c->window[window] = work;
+    c->window_sequence[window] = work->sequence;
     c->current = work;
     start_frame(c, FRAME_DATA, work);
+    c->out.window = window;
     c->out.sequence = work->sequence;
     c->out.run_count = work->run_count;
     c->out.grant = work->grant;
@@ -77,6 +89,21 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     else
         c->out_bytes += work->run_count * sizeof *work->runs;
     return 1;
+}
+
+/* The kernel has its own copy of what was written: only a frame in the middle of being written still needs the source,
+ * and the replies to come have nobody to go to. */
+static void abandon_written(struct tcp_nic *nic, struct rr_client *client)
+{
+    for (struct rr_connection *c = nic->connections; c; c = c->next) {
+        if (c->role != SENDER || c->fd < 0) continue;
+        for (uint32_t i = 0; i < RR_WINDOW; i++) {
+            struct rr_work *work = c->window[i];
+            if (!work || work == c->current || work->source->client != client) continue;
+            c->window[i] = NULL;
+            rr_work_done(nic->base.rail, work, RR_CLIENT_GONE);
+        }
+    }
 }
 
 /* Writes what the socket takes of the current frame: 1 wrote all of it, 0 blocked, -1 lost. */
@@ -148,6 +175,7 @@ static int write_frame(struct tcp_nic *nic, struct rr_connection *c, uint64_t *m
                 rr_count(rail, RR_RAIL_BYTES_SENT, work->bytes);
             }
             c->current = NULL;
+            if (work && work->source->client->ports[rail->number].detaching) abandon_written(nic, work->source->client);
         }
     }
     return 1;
@@ -185,7 +213,15 @@ static int on_reply(struct rr_rail *rail, struct rr_connection *c, const struct 
     if (reply->magic != REPLY_MAGIC) return -1;
     if (reply->type == REPLY_GRANT) {
         struct rr_work *work = unpark(c, reply->sequence);
-        if (!work) return -1;
+        if (!work) {
+            /* Given up meanwhile. */
+            if (reply->sequence == 0 || reply->sequence > c->next_want || c->return_count == RR_WINDOW) return -1;
+            if (!reply->code) {
+                c->returns[c->return_count].grant = reply->grant;
+                c->returns[c->return_count++].owner = (uint32_t)reply->window;
+            }
+            return 0;
+        }
         rr_count(rail, RR_RAIL_GRANT_WAIT_NS, rr_now_ns() - work->parked_ns);
         if (reply->code) {
             rr_work_done(rail, work, reply->code);
@@ -199,13 +235,15 @@ static int on_reply(struct rr_rail *rail, struct rr_connection *c, const struct 
         c->granted_last = work;
         return 0;
     }
-    if (reply->type != REPLY_DONE || reply->sequence < c->oldest || reply->sequence >= c->next_sequence) return -1;
-    struct rr_work **at = &c->window[reply->sequence % RR_WINDOW];
-    struct rr_work *work = *at;
-    if (!work || work->sequence != reply->sequence || work == c->current) return -1;
-    *at = NULL;
-    while (c->oldest < c->next_sequence && !c->window[c->oldest % RR_WINDOW]) c->oldest++;
-    rr_work_done(rail, work, reply->code);
+    if (reply->type != REPLY_DONE || reply->window >= RR_WINDOW || !reply->sequence ||
+        c->window_sequence[reply->window] != reply->sequence)
+        return -1;
+    struct rr_work *work = c->window[reply->window];
+    if (work && work == c->current) return -1;
+    c->window[reply->window] = NULL;
+    c->window_sequence[reply->window] = 0;
+    c->window_free[c->window_free_count++] = (uint16_t)reply->window;
+    if (work) rr_work_done(rail, work, reply->code);
     return 0;
 }
 
@@ -251,8 +289,26 @@ static void again(struct rr_rail *rail, struct rr_work *work, uint32_t otherwise
     }
 }
 
-void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const uint8_t *codes, uint32_t code_count,
-                       uint32_t otherwise)
+static int newest_in_window(const struct rr_connection *c)
+{
+    int newest = -1;
+    for (int i = 0; i < (int)RR_WINDOW; i++)
+        if (c->window[i] && (newest < 0 || c->window_sequence[i] > c->window_sequence[newest])) newest = i;
+    return newest;
+}
+
+static int ack_of(const struct rr_ack *acks, uint32_t count, uint64_t sequence, uint32_t *code)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (acks[i].sequence != sequence) continue;
+        *code = (uint32_t)acks[i].code;
+        return 1;
+    }
+    return 0;
+}
+
+void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
+                uint32_t otherwise)
 {
     struct rr_rail *rail = base->rail;
     if (c->role != SENDER) return;
@@ -262,12 +318,12 @@ void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, c
     }
     c->path->broken = 0;
     /* Newest first: again() puts each in front, so they end up in their old order. */
-    for (uint64_t s = c->next_sequence; s-- > c->oldest;) {
-        struct rr_work *work = c->window[s % RR_WINDOW];
-        if (!work) continue;
-        c->window[s % RR_WINDOW] = NULL;
-        if (s <= placed && placed - s < code_count)
-            rr_work_done(rail, work, codes[code_count - 1 - (placed - s)]);
+    for (int i; (i = newest_in_window(c)) >= 0;) {
+        struct rr_work *work = c->window[i];
+        uint32_t code;
+        c->window[i] = NULL;
+        if (c->window_sequence[i] <= placed && ack_of(acks, ack_count, c->window_sequence[i], &code))
+            rr_work_done(rail, work, code);
         else
             again(rail, work, otherwise);
     }
@@ -291,13 +347,50 @@ void tcp_close_senders(struct rr_nic *base, uint32_t peer, uint32_t result)
     }
 }
 
+/* Parked and granted work was never sent: its grant, now or when it comes, goes back. */
+void tcp_purge(struct rr_nic *base)
+{
+    struct rr_rail *rail = base->rail;
+    for (struct rr_connection *c = tcp(base)->connections; c; c = c->next) {
+        if (c->role != SENDER || c->fd < 0) continue;
+        for (int granted = 0; granted < 2; granted++) {
+            struct rr_work **link = granted ? &c->granted : &c->parked, *last = NULL;
+            while (*link) {
+                struct rr_work *work = *link;
+                struct rr_client *client = work->source->client;
+                uint32_t result = rr_transfer_stopped(client, work->transfer, work->generation);
+                if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
+                if (!result || (granted && c->return_count == RR_WINDOW)) {
+                    last = work;
+                    link = &work->next;
+                    continue;
+                }
+                *link = work->next;
+                work->next = NULL;
+                if (granted) {
+                    c->returns[c->return_count].grant = work->grant;
+                    c->returns[c->return_count++].owner = work->owner;
+                }
+                rr_work_done(rail, work, result);
+            }
+            if (granted) c->granted_last = last;
+        }
+        if (c->return_count && !c->blocked) tcp_post(base, c->path);
+    }
+}
+
+void tcp_abandon(struct rr_nic *base, struct rr_client *client)
+{
+    abandon_written(tcp(base), client);
+    tcp_purge(base);
+}
+
+/* Not what only waits for its owner to empty bounce memory: the receiver has it, and a fence would wait for the same. */
 void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context)
 {
     for (struct rr_connection *c = tcp(base)->connections; c; c = c->next) {
         if (c->role != SENDER) continue;
-        for (uint64_t s = c->oldest; s < c->next_sequence; s++)
-            if (c->window[s % RR_WINDOW]) visit(context, c, c->window[s % RR_WINDOW]);
-        for (struct rr_work *work = c->parked; work; work = work->next) visit(context, c, work);
-        for (struct rr_work *work = c->granted; work; work = work->next) visit(context, c, work);
+        for (uint32_t i = 0; i < RR_WINDOW; i++)
+            if (c->window[i] && (!c->window[i]->window_bytes || c->window[i] == c->current)) visit(context, c, c->window[i]);
     }
 }

@@ -18,6 +18,7 @@
  *   completed  rail returned a slot                 -> client
  *   produced   client published slices              -> rail
  *   consumed   rail copied slices                   -> client
+ *   ended      rail ended a slice of the ring       -> client
  *   done       daemon ended a transfer              -> client
  *   filled     rail filled a bounce slot            -> client
  *   emptied    client emptied a bounce slot         -> rail
@@ -36,6 +37,7 @@
 #define RR_CELL_BYTES 65536u
 #define RR_PACK_BYTES 256u /* blocks in a slot start at multiples of this */
 #define RR_MAX_SLOTS 256u
+#define RR_MAX_RING_SLICES 1024u
 #define RR_MAX_RAILS 16u
 #define RR_NONE 0xffffffffu
 
@@ -247,11 +249,16 @@ enum rr_slice_flags {
     S(T, uint32_t, inline_remote_region, 56, client) \
     S(T, uint32_t, reserved, 60, client)
 
+/* consumed: slices that the rail has copied. completed counts slices that ended, in any order; ended[] names them by
+ * their position modulo the ring's slices. credit = ring slices - (produced - completed). */
 #define RR_FIELDS_ring(S, A, T) \
     S(T, uint64_t, produced, 0, client) \
     A(T, uint64_t, reserved0, 15, 8, client) \
     S(T, uint64_t, consumed, 128, rail) \
-    A(T, uint64_t, reserved1, 15, 136, rail)
+    A(T, uint64_t, reserved1, 15, 136, rail) \
+    S(T, uint64_t, completed, 256, rail) \
+    A(T, uint64_t, reserved2, 15, 264, rail) \
+    A(T, uint32_t, ended, 1024, 384, rail)
 
 #define RR_FIELDS_transfer(S, A, T) \
     S(T, uint32_t, generation, 0, client) \
@@ -324,7 +331,7 @@ RR_SIZE(client_control, 768);
 RR_SIZE(lane, 2560);
 RR_SIZE(block, 32);
 RR_SIZE(slice, 64);
-RR_SIZE(ring, 256);
+RR_SIZE(ring, 4480);
 RR_SIZE(transfer, 256);
 RR_SIZE(bounce, 256);
 RR_SIZE(bounce_frame, 256);

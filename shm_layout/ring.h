@@ -82,4 +82,12 @@ static inline void rr_ring_release(struct rr_ring_consumer *c, uint32_t count)
     rr_store_release_u64(&c->ring->consumed, c->consumed); /* SYNC consumed */
 }
 
+/* Consumer: the slice at this position has ended; the producer learns of its credit. */
+static inline void rr_ring_end(struct rr_ring *ring, uint64_t *completed, uint32_t position)
+{
+    rr_store_relaxed_u32(&ring->ended[*completed % RR_MAX_RING_SLICES], position);
+    ++*completed;
+    rr_store_release_u64(&ring->completed, *completed); /* SYNC ended */
+}
+
 #endif

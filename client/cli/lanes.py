@@ -53,15 +53,19 @@ def read(node: Segment, *, idle: bool = False) -> list[Row]:
 def _lane(lanes: Area, clients: Area, row: int, rail: int) -> Row:
     # The rail goes on meanwhile: read in this order, completed <= doorbell <= head holds.
     completed, doorbell, head = (lanes.get(row, field) for field in ("completed", "doorbell", "head"))
-    slots, client = lanes.get(row, "slots"), lanes.get(row, "client")
-    known = client < clients.count and clients.get(client, "pid") == lanes.get(row, "pid")
+    slots, leased = lanes.get(row, "slots"), bool(lanes.get(row, "leased"))
+    client = row % clients.count
+    # A client that only sends from shared memory over its own rail never leased the lane: it is in its own row then.
+    owner = lanes if leased else clients
+    owner_row = row if leased else client
+    known = clients.get(client, "pid") == owner.get(owner_row, "pid")
     return {
         "rail": rail,
-        "sender": lanes.get(row, "rank"),
+        "sender": owner.get(owner_row, "rank"),
         "client": client,
-        "pid": lanes.get(row, "pid"),
+        "pid": owner.get(owner_row, "pid"),
         "name": clients.text(client, "name") if known else "",
-        "leased": bool(lanes.get(row, "leased")),
+        "leased": leased,
         "generation": lanes.get(row, "generation"),
         "slots": slots,
         "slot_bytes": lanes.get(row, "slot_bytes"),

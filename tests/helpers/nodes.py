@@ -179,6 +179,10 @@ class Nodes:
         """``sections`` change single options of ``base``, as in relay={"slots": 2}."""
         return self._ready(self._begin(rails, instance, prefix, merged(base, sections)))
 
+    def start_file(self, instance: str, config: Path) -> Node:
+        """With a configuration file of the test's own."""
+        return self._ready(self._spawn(instance, config, ()))
+
     def pair(
         self,
         rails: tuple[int | Sequence[str], int | Sequence[str]] = (1, 1),
@@ -206,7 +210,7 @@ class Nodes:
 
     def again(self, node: Node) -> Node:
         """A new daemon with the configuration of one that has ended."""
-        return self._ready(self._spawn(node.instance, node.config_path, ()))
+        return self.start_file(node.instance, node.config_path)
 
     def close(self) -> None:
         """Ends what runs; AssertionError if a daemon does not end cleanly or has logged what it must not."""

@@ -9,7 +9,7 @@
  *
  * No run is infinite (checked apart: no cycles), so what the monitor asserts at the end of every run is progress. */
 #define WAKERS 3
-#define ITEMS 2
+#define ITEMS (me == 0 -> 2 : 1)
 
 /* memory */
 byte work[WAKERS], count;

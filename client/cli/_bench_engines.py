@@ -1,0 +1,262 @@
+"""The two engine processes of the bench. Each has one client and one region per rail, with blocks scattered in it, and
+moves them through the relay daemons or, for the limit, by plain sockets from and to the same places."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from railrelay.client import Client, limit
+from railrelay.client.cli import _content
+from railrelay.client.cli._nodes import ADDRESS, MIB
+from railrelay.client.client import Route
+from railrelay.client.core import HostEvent
+from railrelay.client.errors import RelayError
+from railrelay.client.regions import Region, RemoteRegion
+
+Bytes = npt.NDArray[np.uint8]
+Part = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # addresses, lengths
+
+_SEED: Final = 7
+_CHUNK_BYTES: Final = 32 * MIB  # of content made at a time
+_SAMPLE_BYTES: Final = 16 * MIB
+_SAMPLE_BLOCKS: Final = 256
+_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """``blocks`` of ``block_bytes``, spread over the rails; rank r of the sender writes to the receiver's rail
+    ``r + shift``."""
+
+    blocks: int
+    block_bytes: int
+    rails: int = 1
+    shift: int = 0
+    route: Route = Route.RELAY_ALL
+    private: bool = False
+    congestion: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks * self.block_bytes
+
+    def first_block(self, rail: int) -> int:
+        return self.blocks * rail // self.rails
+
+    def count(self, rail: int) -> int:
+        return self.first_block(rail + 1) - self.first_block(rail)
+
+
+class Side:
+    """What sender and receiver have in common."""
+
+    def __init__(self, side: int, case: Case, path: str, cpus: Sequence[int], caller_cpu: int, feeder_cpu: int) -> None:
+        """``cpus``: core of each thread that moves the limit's bytes. ``caller_cpu``: core of this thread."""
+        self.case = case
+        self._cpus = list(cpus)
+        self._stack = contextlib.ExitStack()
+        self._sockets: list[socket.socket] = []
+        self.clients: list[Client] = []
+        self.regions: list[Region] = []
+        self._memory: list[Bytes] = []
+        self._order: list[npt.NDArray[np.int64]] = []
+        generator = np.random.default_rng(_SEED + side)
+        for rank in range(case.rails):
+            client = Client.connect(
+                path, rank=rank, name=f"bench-{'receive' if side else 'send'}-{rank}", route=case.route, feeder_cpu=feeder_cpu
+            )
+            self.clients.append(self._stack.enter_context(client))
+        for rank in range(case.rails):
+            blocks = case.count(rank if side == 0 else (rank - case.shift) % case.rails)
+            nbytes = max(1, blocks) * case.block_bytes
+            if case.private:
+                memory = np.zeros(nbytes, np.uint8)
+                memory[:] = 1  # every page is there now
+                region = self.clients[rank].register(memory, rail=rank)
+            else:
+                buffer = self.clients[rank].alloc(nbytes, rail=rank)
+                memory, region = buffer.array, buffer.region
+            self.regions.append(region)
+            self._memory.append(memory)
+            self._order.append(generator.permutation(blocks))
+        if caller_cpu >= 0:
+            os.sched_setaffinity(0, [caller_cpu])
+
+    def offers(self) -> list[bytes]:
+        return [region.offer() for region in self.regions]
+
+    def close(self) -> None:
+        for connected in self._sockets:
+            connected.close()
+        self._stack.close()
+
+    def addresses(self, rank: int) -> npt.NDArray[np.uint64]:
+        """Of the blocks of a region, in the order in which they are sent."""
+        places = self._order[rank].astype(np.uint64) * np.uint64(self.case.block_bytes)
+        return places + np.uint64(self.regions[rank].address)
+
+    def _blocks(self, rank: int) -> Bytes:
+        count = len(self._order[rank])
+        return self._memory[rank][: count * self.case.block_bytes].reshape(count, self.case.block_bytes)
+
+    def _part(self, rank: int) -> Part:
+        addresses = self.addresses(rank)
+        return addresses, np.full(len(addresses), self.case.block_bytes, np.uint64)
+
+    def _content(self, sender_rank: int, first: int, count: int) -> Bytes:
+        return self._content_of(np.arange(first, first + count) + self.case.first_block(sender_rank))
+
+    def _content_of(self, blocks: npt.NDArray[np.int64]) -> Bytes:
+        whole = _content.words(_content.keys(_SEED, blocks.astype(np.uint64)), 0, -(-self.case.block_bytes // 8))
+        return whole.view(np.uint8)[:, : self.case.block_bytes]
+
+
+class Sender(Side):
+    def __init__(self, case: Case, path: str, cpus: Sequence[int], caller_cpu: int, feeder_cpu: int) -> None:
+        super().__init__(0, case, path, cpus, caller_cpu, feeder_cpu)
+        self._slots: Bytes | None = None
+
+    def fill(self) -> None:
+        for rank in range(self.case.rails):
+            blocks, order = self._blocks(rank), self._order[rank]
+            step = max(1, _CHUNK_BYTES // self.case.block_bytes)
+            for first in range(0, len(order), step):
+                places = order[first : first + step]
+                blocks[places] = self._content(rank, first, len(places))
+
+    def open(self, offers: list[bytes], destinations: list[npt.NDArray[np.uint64]]) -> None:
+        self._calls: list[tuple[Client, RemoteRegion, npt.NDArray[np.uint64], npt.NDArray[np.uint64], Any]] = []
+        for rank, client in enumerate(self.clients):
+            far = (rank + self.case.shift) % self.case.rails
+            remote = client.open(offers[far])
+            sources, lengths = self._part(rank)
+            if len(sources):
+                self._calls.append((client, remote, sources, destinations[far], lengths))
+
+    def transfer(self, rounds: int, gap_ns: int) -> list[int]:
+        """ns from the call to the end of the wait, each round."""
+        spent = []
+        for _ in range(rounds):
+            if gap_ns:
+                time.sleep(gap_ns / 1e9)
+            before = time.perf_counter_ns()
+            transfers = [
+                client.write(remote, sources, destinations, lengths, timeout=_TIMEOUT_S)
+                for client, remote, sources, destinations, lengths in self._calls
+            ]
+            for transfer in transfers:
+                transfer.wait()
+            spent.append(time.perf_counter_ns() - before)
+        return spent
+
+    def connect(self, port: int) -> None:
+        for _ in range(self.case.rails):
+            self._sockets.append(_tuned(socket.create_connection((ADDRESS, port), _TIMEOUT_S), self.case.congestion))
+
+    def plain_send(self, bytes_per_call: int, rounds: int, gap_ns: int) -> tuple[int, list[int]]:
+        """(ns of all rounds, ns of each)"""
+        round_ns = np.zeros((self.case.rails, rounds), np.uint64)
+        parts = [self._part(rank) for rank in range(self.case.rails)]
+        fds = [connected.fileno() for connected in self._sockets]
+        spent = limit.send(fds, self._cpus, parts, bytes_per_call, gap_ns, round_ns)
+        return spent, [int(ns) for ns in round_ns.max(axis=0)]
+
+    def gather(self, slots: int, slot_bytes: int) -> int:
+        """CPU time, ns, of copying all blocks into slots once."""
+        if self._slots is None:
+            self._slots = np.ones(slots * slot_bytes, np.uint8)
+        return sum(limit.gather(*self._part(rank), self._slots, slot_bytes) for rank in range(self.case.rails))
+
+    # ---- for the other benches ----
+
+    def submit_gil(self, rounds: int) -> list[tuple[int, int, int]]:
+        """Each round: ns of the write() call, and of it ns that another Python thread could not run; the same for an
+        equally long sleep."""
+        raise NotImplementedError
+
+    def wait_blocked(self, threads: int, seconds: float) -> float:
+        """CPU seconds that ``threads`` callers use who wait for transfers that do not begin."""
+        raise NotImplementedError
+
+
+class Receiver(Side):
+    def __init__(self, case: Case, path: str, cpus: Sequence[int], caller_cpu: int, feeder_cpu: int) -> None:
+        super().__init__(1, case, path, cpus, caller_cpu, feeder_cpu)
+
+    def destinations(self) -> list[npt.NDArray[np.uint64]]:
+        return [self.addresses(rank) for rank in range(self.case.rails)]
+
+    def listen(self) -> int:
+        self._listener = self._stack.enter_context(socket.create_server((ADDRESS, 0)))
+        self._listener.settimeout(_TIMEOUT_S)
+        _tuned(self._listener, self.case.congestion, keep_timeout=True)
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def accept(self) -> None:
+        """In the order of the sender's ranks."""
+        for _ in range(self.case.rails):
+            self._sockets.append(_tuned(self._listener.accept()[0], self.case.congestion))
+
+    def plain_receive(self, bytes_per_call: int, rounds: int) -> None:
+        parts = [self._part((rank + self.case.shift) % self.case.rails) for rank in range(self.case.rails)]
+        limit.receive([connected.fileno() for connected in self._sockets], self._cpus, parts, bytes_per_call, rounds)
+
+    def wipe(self) -> None:
+        for memory in self._memory:
+            memory[:] = 0xA5
+
+    def check(self) -> int:
+        """Wrong blocks."""
+        wrong = 0
+        for rank in range(self.case.rails):
+            blocks, order = self._blocks(rank), self._order[rank]
+            sender = (rank - self.case.shift) % self.case.rails
+            step = max(1, _CHUNK_BYTES // self.case.block_bytes)
+            for first in range(0, len(order), step):
+                places = order[first : first + step]
+                wrong += int((blocks[places] != self._content(sender, first, len(places))).any(axis=1).sum())
+        return wrong
+
+    def wipe_sample(self, seed: int) -> None:
+        for rank, places, _ in self._sample(seed):
+            self._blocks(rank)[places] = 0xA5
+
+    def check_sample(self, seed: int) -> int:
+        """Wrong blocks among those that wipe_sample() wiped."""
+        return sum(
+            int((self._blocks(rank)[places] != self._content_of(blocks)).any(axis=1).sum())
+            for rank, places, blocks in self._sample(seed)
+        )
+
+    def _sample(self, seed: int) -> list[tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """(rank, places in its region, blocks)"""
+        generator = np.random.default_rng(seed)
+        found = []
+        for rank, order in enumerate(self._order):
+            if not len(order):
+                continue
+            most = max(1, min(_SAMPLE_BLOCKS, _SAMPLE_BYTES // self.case.block_bytes) // self.case.rails)
+            at = np.unique(generator.integers(0, len(order), most))
+            sender = (rank - self.case.shift) % self.case.rails
+            found.append((rank, order[at], at + self.case.first_block(sender)))
+        return found
+
+
+def _tuned(connected: socket.socket, congestion: str, *, keep_timeout: bool = False) -> socket.socket:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if congestion:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+    if not keep_timeout:
+        connected.settimeout(None)
+    return connected
