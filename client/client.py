@@ -229,12 +229,10 @@ class Client:
 
     # ---- for the rest of the package ----
 
-    def lease_lanes(self, peer: int) -> None:
-        """Those that the route to this peer's regions needs; each is leased once."""
-        if not self.core.lanes_needed(peer):
-            return
+    def lease_lane(self, rail: int) -> None:
+        """Once a rail, when the first transfer needs it."""
         with self._leasing:
-            for rail in self.core.lanes_needed(peer):
+            if not self.core.has_lane(rail):
                 request = protocol.LeaseLane(self.connection.new_id(), rail)
                 self.connection.ask_then(request, protocol.Leased, self._leased)
 

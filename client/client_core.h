@@ -26,6 +26,7 @@ enum rc_route { RC_ROUTE_RELAY = 0, RC_ROUTE_DIRECT, RC_ROUTE_SERIAL, RC_ROUTE_S
 
 struct rc_error {
     const char *code;
+    uint32_t rail; /* of "no_lane" */
     char text[RC_ERROR_TEXT];
 };
 
@@ -167,7 +168,7 @@ struct rc_core {
 
     pthread_rwlock_t tables;
     struct rc_region *regions;
-    uint32_t region_count, region_capacity, private_regions;
+    uint32_t region_count, region_capacity;
     uint64_t *region_bases; /* by region index; valid while a submission uses the region */
     struct rc_remote *remotes;
     uint32_t remote_count, remote_capacity;
@@ -213,7 +214,6 @@ int rc_use_memory(struct rc_submission *submission, const struct rc_region *regi
 void rc_leave_memory(struct rc_submission *submission);
 
 /* ---- submission.c ---- */
-uint32_t rc_lanes_needed(struct rc_core *core, uint32_t peer); /* bit a rail */
 struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const uint64_t *sources, const uint64_t *destinations,
                                  const uint64_t *lengths, uint64_t count, uint64_t tag, uint64_t timeout_ns, int note,
                                  struct rc_ready ready, struct rc_error *error);

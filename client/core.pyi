@@ -16,6 +16,8 @@ ROUTE_RELAY_ALL: Final[int]  # as relay, but own-rail blocks too go through a la
 class SubmitError(Exception):
     """Bad arguments of a submission: ``.code`` (a name of errors.ErrorCode) and a text that names block, value and limit."""
     code: str
+    rail: int  # of "no_lane": lease it and ask again
+    def __init__(self, code: str, text: str, rail: int = -1) -> None: ...
 
 class HostEvent:
     """Something a transfer waits for before its first byte is read; set() may be called from any thread."""
@@ -62,8 +64,6 @@ class ClientCore:
     def add_remote(self, remote: int, peer: int, address: int, nbytes: int, rail: int, owner: int, window_bytes: int) -> None: ...
     def remove_remote(self, remote: int) -> None:
         """SubmitError("busy") while a transfer writes to it."""
-    def lanes_needed(self, peer: int) -> list[int]:
-        """Rails whose lane the route needs for this peer's remote regions and that has not been leased yet."""
     def reserve(self, peer: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], *,
                 tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:
         """Checks everything (regions, bounds, zero lengths, overlapping destinations) and prepares; publish() begins."""

@@ -18,6 +18,7 @@ cdef extern from "client_core.h" nogil:
         RR_CANCELLED
     struct rc_error:
         const char *code
+        uint32_t rail
         char *text
     struct rc_event:
         uint32_t references
@@ -54,7 +55,6 @@ cdef extern from "client_core.h" nogil:
     int rc_add_peer(rc_core *, uint32_t peer, const uint8_t *local_rails, uint32_t count)
     int rc_add_remote(rc_core *, rc_remote remote)
     int rc_remove_remote(rc_core *, uint32_t index)
-    uint32_t rc_lanes_needed(rc_core *, uint32_t peer)
     rc_submission *rc_reserve(rc_core *, uint32_t peer, const uint64_t *sources, const uint64_t *destinations, const uint64_t *lengths,
                               uint64_t count, uint64_t tag, uint64_t timeout_ns, int note, rc_ready ready, rc_error *error)
     rc_submission *rc_reserve_pages(rc_core *, uint32_t peer, const uint64_t *source_rows, uint64_t source_stride,
@@ -91,11 +91,13 @@ _cores_lock = threading.Lock()
 
 
 class SubmitError(Exception):
-    """Bad arguments of a submission: ``code`` names the kind, the text names the block, the value and the limit."""
+    """Bad arguments of a submission: ``code`` names the kind, the text names the block, the value and the limit.
+    "no_lane": lease the lane of ``rail`` and ask again."""
 
-    def __init__(self, code, text):
+    def __init__(self, code, text, rail=-1):
         super().__init__(text)
         self.code = code
+        self.rail = rail
 
 
 cdef check(int status, what):
@@ -322,14 +324,9 @@ cdef class ClientCore:
             raise SubmitError("busy", f"remote region {remote} is written by a transfer that has not ended; wait for it or cancel it")
         check(status, f"remote region {remote}")
 
-    def lanes_needed(self, uint32_t peer):
-        self.here()
-        cdef uint32_t needed = rc_lanes_needed(self.core, peer)
-        return [rail for rail in range(self.core.rail_count) if needed >> rail & 1]
-
     cdef Submission wrap(self, rc_submission *at, rc_error *error):
         if at is NULL:
-            raise SubmitError(error.code.decode(), (<bytes> error.text).decode(errors="replace"))
+            raise SubmitError(error.code.decode(), (<bytes> error.text).decode(errors="replace"), error.rail)
         cdef Submission submission = Submission.__new__(Submission)
         submission.at = at
         submission.core = self

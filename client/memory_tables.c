@@ -30,7 +30,6 @@ int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64
         memmove(core->regions + at + 1, core->regions + at, (core->region_count - at) * sizeof *core->regions);
         core->regions[at] = (struct rc_region){address, bytes, index, rail, shared, 0};
         core->region_count++;
-        core->private_regions += !shared;
         core->region_bases[index] = address;
     }
     pthread_rwlock_unlock(&core->tables);
@@ -46,7 +45,6 @@ int rc_remove_region(struct rc_core *core, uint32_t index)
         if (region->index != index) continue;
         status = rr_load_acquire_u32(&region->users) ? -EBUSY : 0;
         if (status) break;
-        core->private_regions -= !region->shared;
         memmove(region, region + 1, (core->region_count - i - 1) * sizeof *region);
         core->region_count--;
         break;

@@ -294,9 +294,8 @@ class Peer:
         self, reserve: Callable[[], core.Submission], tag: int, notify: bytes | None, remote: RemoteRegion
     ) -> Transfer:
         client, connection = self._client, self._client.connection
-        client.lease_lanes(self.index)
         with core_errors():
-            submission = reserve()
+            submission = self._reserve(reserve)
         if notify is not None:
             note = protocol.Note(
                 connection.new_id(), submission.index, submission.generation, remote.index, tag, notify
@@ -309,6 +308,15 @@ class Peer:
         submission.publish()
         what = f"transfer {submission.index} (tag {tag:#x}) to {self.session}"
         return Transfer(submission, connection, client.completions, what)
+
+    def _reserve(self, reserve: Callable[[], core.Submission]) -> core.Submission:
+        while True:
+            try:
+                return reserve()
+            except core.SubmitError as failure:
+                if failure.code != ErrorCode.NO_LANE:
+                    raise
+                self._client.lease_lane(failure.rail)
 
     def _check_up(self) -> None:
         self._client.connection.check()

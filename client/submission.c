@@ -97,6 +97,7 @@ static int make_parts(struct rc_submission *s, const struct way *ways, uint32_t 
         part->window_bytes = ways[i].window_bytes;
         part->direct = ways[i].direct;
         s->any_direct |= part->direct;
+        error->rail = part->local_rail;
         if (!part->direct && !core->lanes[part->local_rail].memory)
             return rc_fail(error, "no_lane", "lane of rail %u is not leased to this client", part->local_rail);
     }
@@ -375,21 +376,4 @@ struct rc_submission *rc_reserve_pages(struct rc_core *core, uint32_t peer, cons
         return NULL;
     }
     return s;
-}
-
-uint32_t rc_lanes_needed(struct rc_core *core, uint32_t peer)
-{
-    uint32_t needed = 0;
-    pthread_rwlock_rdlock(&core->tables);
-    for (uint32_t i = 0; i < core->remote_count; i++) {
-        if (core->remotes[i].peer != peer) continue;
-        for (uint32_t shared = 0; shared < 2; shared++) {
-            if (!shared && !core->private_regions) continue;
-            struct rc_region region = {.shared = (int)shared};
-            struct way way = way_of(core, &region, &core->remotes[i]);
-            if (!way.direct && !core->lanes[way.local_rail].memory) needed |= 1u << way.local_rail;
-        }
-    }
-    pthread_rwlock_unlock(&core->tables);
-    return needed;
 }
