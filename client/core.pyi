@@ -4,6 +4,7 @@ Addresses are the client's own virtual addresses (sources) and the peer's, as it
 """
 
 from typing import Final
+
 import numpy as np
 import numpy.typing as npt
 

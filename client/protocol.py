@@ -367,8 +367,22 @@ class PeerDone(Message, frozen=True, tag="PeerDone"):
 
 
 PeerMessage = (
-    Hello | Welcome | Refused | PeerOpenRegion | PeerRegion | PeerCloseRegion | RailConnect | RailToken | FenceRail | RailFenced
-    | PeerAbort | PeerAborted | PeerNote | PeerRegionGone | Ping | PeerDone
+    Hello
+    | Welcome
+    | Refused
+    | PeerOpenRegion
+    | PeerRegion
+    | PeerCloseRegion
+    | RailConnect
+    | RailToken
+    | FenceRail
+    | RailFenced
+    | PeerAbort
+    | PeerAborted
+    | PeerNote
+    | PeerRegionGone
+    | Ping
+    | PeerDone
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -382,7 +382,7 @@ class Peers:
             else:
                 acks, odd = divmod(len(fenced.acks), ACK_BYTES)
                 if odd or acks > min(fenced.placed, MOST_ACKS) or fenced.placed >= 1 << 63:
-                    self.drop(peer, f"says that {fenced.placed} frames were dealt with, {len(fenced.acks)} bytes of results")
+                    self.drop(peer, f"says that {fenced.placed} frames came, with {len(fenced.acks)} bytes of results")
                     return
                 settle = partial(plane.settle_sender, sender.rail, number, fenced.placed, fenced.acks)
                 await self._ctx.commands.send(settle)

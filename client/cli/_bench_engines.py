@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +22,20 @@ from railrelay.client.cli import _content
 from railrelay.client.cli._nodes import ADDRESS, MIB
 from railrelay.client.client import Route
 from railrelay.client.core import HostEvent
-from railrelay.client.errors import RelayError
 from railrelay.client.regions import Region, RemoteRegion
 
 Bytes = npt.NDArray[np.uint8]
-Part = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]  # addresses, lengths
+Addresses = npt.NDArray[np.uint64]
+Part = tuple[Addresses, Addresses]  # and lengths
 
 _SEED: Final = 7
 _CHUNK_BYTES: Final = 32 * MIB  # of content made at a time
 _SAMPLE_BYTES: Final = 16 * MIB
 _SAMPLE_BLOCKS: Final = 256
 _TIMEOUT_S: Final = 60.0
+_SETTLE_S: Final = 0.05
+_SWITCH_S: Final = 0.0005  # that a thread which wants the GIL waits
+_SILENCE_NS: Final = 50_000  # shorter ones are the ticker's own
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,8 @@ class Case:
 class Side:
     """What sender and receiver have in common."""
 
-    def __init__(self, side: int, case: Case, path: str, cpus: Sequence[int], caller_cpu: int, feeder_cpu: int) -> None:
-        """``cpus``: core of each thread that moves the limit's bytes. ``caller_cpu``: core of this thread."""
+    def __init__(self, side: int, case: Case, path: str, cpus: Sequence[int], feeder_cpu: int = -1) -> None:
+        """``cpus``: core of each thread that moves the limit's bytes, -1 for any."""
         self.case = case
         self._cpus = list(cpus)
         self._stack = contextlib.ExitStack()
@@ -89,8 +94,6 @@ class Side:
             self.regions.append(region)
             self._memory.append(memory)
             self._order.append(generator.permutation(blocks))
-        if caller_cpu >= 0:
-            os.sched_setaffinity(0, [caller_cpu])
 
     def offers(self) -> list[bytes]:
         return [region.offer() for region in self.regions]
@@ -100,7 +103,7 @@ class Side:
             connected.close()
         self._stack.close()
 
-    def addresses(self, rank: int) -> npt.NDArray[np.uint64]:
+    def addresses(self, rank: int) -> Addresses:
         """Of the blocks of a region, in the order in which they are sent."""
         places = self._order[rank].astype(np.uint64) * np.uint64(self.case.block_bytes)
         return places + np.uint64(self.regions[rank].address)
@@ -123,8 +126,11 @@ class Side:
 
 class Sender(Side):
     def __init__(self, case: Case, path: str, cpus: Sequence[int], caller_cpu: int, feeder_cpu: int) -> None:
-        super().__init__(0, case, path, cpus, caller_cpu, feeder_cpu)
+        super().__init__(0, case, path, cpus, feeder_cpu)
         self._slots: Bytes | None = None
+        self._calls: list[tuple[Client, RemoteRegion, Addresses, Addresses, Addresses]] = []
+        if caller_cpu >= 0:
+            os.sched_setaffinity(0, [caller_cpu])
 
     def fill(self) -> None:
         for rank in range(self.case.rails):
@@ -134,8 +140,7 @@ class Sender(Side):
                 places = order[first : first + step]
                 blocks[places] = self._content(rank, first, len(places))
 
-    def open(self, offers: list[bytes], destinations: list[npt.NDArray[np.uint64]]) -> None:
-        self._calls: list[tuple[Client, RemoteRegion, npt.NDArray[np.uint64], npt.NDArray[np.uint64], Any]] = []
+    def open(self, offers: list[bytes], destinations: list[Addresses]) -> None:
         for rank, client in enumerate(self.clients):
             far = (rank + self.case.shift) % self.case.rails
             remote = client.open(offers[far])
@@ -163,13 +168,13 @@ class Sender(Side):
         for _ in range(self.case.rails):
             self._sockets.append(_tuned(socket.create_connection((ADDRESS, port), _TIMEOUT_S), self.case.congestion))
 
-    def plain_send(self, bytes_per_call: int, rounds: int, gap_ns: int) -> tuple[int, list[int]]:
-        """(ns of all rounds, ns of each)"""
+    def plain_send(self, bytes_per_call: int, rounds: int, gap_ns: int) -> list[int]:
+        """ns of each round, until the last connection's reply."""
         round_ns = np.zeros((self.case.rails, rounds), np.uint64)
         parts = [self._part(rank) for rank in range(self.case.rails)]
         fds = [connected.fileno() for connected in self._sockets]
         spent = limit.send(fds, self._cpus, parts, bytes_per_call, gap_ns, round_ns)
-        return spent, [int(ns) for ns in round_ns.max(axis=0)]
+        return [int(ns) for ns in round_ns.max(axis=0)] if rounds > 1 else [spent]
 
     def gather(self, slots: int, slot_bytes: int) -> int:
         """CPU time, ns, of copying all blocks into slots once."""
@@ -177,23 +182,125 @@ class Sender(Side):
             self._slots = np.ones(slots * slot_bytes, np.uint8)
         return sum(limit.gather(*self._part(rank), self._slots, slot_bytes) for rank in range(self.case.rails))
 
-    # ---- for the other benches ----
+    # ---- for the other measurements ----
 
-    def submit_gil(self, rounds: int) -> list[tuple[int, int, int]]:
-        """Each round: ns of the write() call, and of it ns that another Python thread could not run; the same for an
-        equally long sleep."""
-        raise NotImplementedError
+    def hold_back(self, callers: int, seconds: float, daemon_pid: int) -> tuple[float, float]:
+        """CPU seconds that this process and the daemon use while ``callers`` threads wait for transfers whose event does
+        not come."""
+        event = HostEvent()
+        client, remote, sources, destinations, lengths = self._calls[0]
+        transfers = [
+            client.write(remote, sources[:1], destinations[:1], lengths[:1], ready=event, timeout=seconds + _TIMEOUT_S)
+            for _ in range(callers)
+        ]
+        threads = [threading.Thread(target=transfer.wait) for transfer in transfers]
+        for thread in threads:
+            thread.start()
+        time.sleep(_SETTLE_S)
+        pids = (os.getpid(), daemon_pid)
+        before = [limit.process_cpu_ns(pid) for pid in pids]
+        time.sleep(seconds)
+        spent = [limit.process_cpu_ns(pid) - ns for pid, ns in zip(pids, before, strict=True)]
+        event.set()
+        for thread in threads:
+            thread.join()
+        return spent[0] / 1e9, spent[1] / 1e9
 
-    def wait_blocked(self, threads: int, seconds: float) -> float:
-        """CPU seconds that ``threads`` callers use who wait for transfers that do not begin."""
-        raise NotImplementedError
+    def hold_event(self, rounds: int, delay_s: float, daemon_pid: int) -> list[tuple[float, float, float]]:
+        """Each round begins a transfer whose event is set ``delay_s`` later: CPU seconds of the feeder and of the rail's
+        thread meanwhile, seconds from the event to the end of the transfer."""
+        client, remote, sources, destinations, lengths = self._calls[0]
+        threads = (_thread_named("rr-feeder", os.getpid()), _thread_named("rail-0", daemon_pid))
+        found = []
+        for _ in range(rounds):
+            event = HostEvent()
+            before = [_cpu_ns(thread) for thread in threads]
+            transfer = client.write(remote, sources, destinations, lengths, ready=event, timeout=_TIMEOUT_S)
+            time.sleep(delay_s)
+            feeder, rail = (_cpu_ns(thread) - ns for thread, ns in zip(threads, before, strict=True))
+            begin = time.perf_counter_ns()
+            event.set()
+            transfer.wait()
+            found.append((feeder / 1e9, rail / 1e9, (time.perf_counter_ns() - begin) / 1e9))
+        return found
+
+    def submit(self, rounds: int) -> list[Submission]:
+        client, remote, sources, destinations, lengths = self._calls[0]
+        sys.setswitchinterval(_SWITCH_S)
+        found = []
+        for _ in range(rounds):
+            with _Ticker() as ticker:
+                begin = time.perf_counter_ns()
+                transfer = client.write(remote, sources, destinations, lengths, timeout=_TIMEOUT_S)
+                end = time.perf_counter_ns()
+            transfer.wait()
+            took = time.perf_counter_ns() - begin
+            with _Ticker() as idle:
+                idle_begin = time.perf_counter_ns()
+                time.sleep((end - begin) / 1e9)
+                idle_end = time.perf_counter_ns()
+            found.append(
+                Submission(end - begin, ticker.silent_ns(begin, end), idle.silent_ns(idle_begin, idle_end), took)
+            )
+        return found
+
+
+class Submission(NamedTuple):
+    """ns: the write() call; that another Python thread could not run meanwhile, which is how long the call held the
+    GIL; the same during a sleep of that length (the noise of the measurement); until the transfer was done."""
+
+    call_ns: int
+    held_ns: int
+    noise_ns: int
+    done_ns: int
+
+
+class _Ticker:
+    """A Python thread that does nothing but look at the clock: when it is silent, it did not get the GIL (or a core)."""
+
+    def __init__(self) -> None:
+        self._silences: list[tuple[int, int]] = []
+        self._stop = False
+        self._thread = threading.Thread(target=self._tick)
+
+    def _tick(self) -> None:
+        last = time.perf_counter_ns()
+        while not self._stop:
+            now = time.perf_counter_ns()
+            if now - last > _SILENCE_NS:
+                self._silences.append((last, now))
+            last = now
+
+    def silent_ns(self, begin: int, end: int) -> int:
+        return sum(max(0, min(end, until) - max(begin, since)) for since, until in self._silences)
+
+    def __enter__(self) -> _Ticker:
+        self._thread.start()
+        time.sleep(_SETTLE_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join()
+
+
+def _thread_named(name: str, pid: int) -> Path:
+    """/proc directory of a thread."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if (task / "comm").read_text().strip() == name:
+            return task
+    raise LookupError(f"process {pid} has no thread {name}")
+
+
+def _cpu_ns(task: Path) -> int:
+    return int((task / "schedstat").read_text().split()[0])
 
 
 class Receiver(Side):
-    def __init__(self, case: Case, path: str, cpus: Sequence[int], caller_cpu: int, feeder_cpu: int) -> None:
-        super().__init__(1, case, path, cpus, caller_cpu, feeder_cpu)
+    def __init__(self, case: Case, path: str, cpus: Sequence[int]) -> None:
+        super().__init__(1, case, path, cpus)
 
-    def destinations(self) -> list[npt.NDArray[np.uint64]]:
+    def destinations(self) -> list[Addresses]:
         return [self.addresses(rank) for rank in range(self.case.rails)]
 
     def listen(self) -> int:

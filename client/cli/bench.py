@@ -1,96 +1,246 @@
-"""x"""
+"""Measures transfers between two relay daemons on this machine, beside their limit from the same run: a plain C sender
+and receiver that move the same bytes from and to the same scattered places over loopback TCP, with as many connections
+as rails and the best of 1, 4, 8 and 16 MiB per call. Both alternate; RATIO is the median of pairwise ratios. BOUND is
+what is left of the limit when relaying, because the copy into the lanes takes its share of the cores. One small
+transfer (up to 1 MiB in all) is measured with the daemons asleep before it; its limit is a raw round trip.
+
+What: transfer (the default); waiting, the CPU that 8 blocked callers and an idle daemon with 4 rails use; event, the CPU
+while a transfer waits for its event; submit, how long a call with 500,000 blocks holds the GIL."""
+
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
-import tempfile
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
-from railrelay.client import limit
-from railrelay.client.cli import _node, _nodes, lanes
-from railrelay.client.cli._bench_engines import Case, Receiver, Sender
-from railrelay.client.cli._nodes import MIB, Node
+from railrelay.client.cli import _bench_others, _node
+from railrelay.client.cli._bench_engines import Case
+from railrelay.client.cli._bench_setup import Placement, Run, Setup, ready
+from railrelay.client.cli._bench_targets import targets_of
+from railrelay.client.cli._nodes import MIB
 from railrelay.client.cli._progress import Progress
-from railrelay.client.cli._workers import Worker
+from railrelay.client.cli._table import size, table
 from railrelay.client.client import Route
-from railrelay.client.errors import ArgumentError, ErrorCode
 
-_CALLS: Final = (1 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
+_CALL_BYTES: Final = (1 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
+_CALIBRATIONS: Final = 3
+_PAIRS: Final = 11
+_SHORT_PAIRS: Final = 31
+_SHORT_NS: Final = 200_000_000
+_SMALL_BYTES: Final = MIB
+_SMALL_ROUNDS: Final = 100  # a pair
+_SMALL_GAP_NS: Final = 1_000_000
+_NOISE_CORES: Final = 0.15
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--blocks", type=int, default=16384)
-    parser.add_argument("--block-bytes", type=int, default=65536)
-    parser.add_argument("--route", choices=["relay", "direct"], default="relay")
-    parser.add_argument("--private", action="store_true")
-    parser.add_argument("--runs", type=int)
-    parser.add_argument("--rails", type=int, default=1)
-    parser.add_argument("--congestion", default="reno")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--pin", default="")
+    parser.add_argument("what", nargs="?", choices=["transfer", *_bench_others.OTHERS], default="transfer", metavar="WHAT")
+    parser.add_argument("--blocks", type=int, default=16384, metavar="N", help="default: %(default)s")
+    parser.add_argument("--block-bytes", type=int, default=65536, metavar="B", help="default: %(default)s")
+    parser.add_argument(
+        "--route", choices=["relay", "direct"], default="relay", help="relay: every byte through a lane (default)"
+    )
+    parser.add_argument("--private", action="store_true", help="memory that the daemons cannot map, on both sides")
+    parser.add_argument("--runs", type=int, metavar="R", help=f"pairs (default: {_PAIRS}, or {_SHORT_PAIRS} short ones)")
+    parser.add_argument("--rails", type=int, default=1, metavar="R", help="default: %(default)s")
+    parser.add_argument("--congestion", default="reno", metavar="NAME", help="TCP congestion control (default: reno)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.epilog = _node.STABILITY
 
 
 def run(args: argparse.Namespace) -> int:
     progress = Progress()
-    R = args.rails
+    measure = _bench_others.OTHERS.get(args.what, _transfer)
+    try:
+        result = measure(args, progress)
+    except KeyboardInterrupt:
+        progress.step("interrupted; daemons, engines and their memory are gone")
+        return 130
+    report = _report if args.what == "transfer" else _bench_others.report
+    print(json.dumps(result, indent=2) if args.json else report(result))
+    return 0 if result["verified"] else 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    limit: Run
+    ours: Run
+    copy_seconds: float
+    wrong: int
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.limit.round_ns) / statistics.median(self.ours.round_ns)
+
+
+def placement_of(case: Case) -> Placement:
+    """One rail: each side's thread has a core. One small transfer: the sending side on one core, all of it. Several
+    rails: wherever the scheduler puts them."""
+    cores = sorted(os.sched_getaffinity(0))
+    first, second = cores[0], cores[min(1, len(cores) - 1)]
+    if case.rails > 1:
+        return Placement((-1,) * case.rails, (-1,) * case.rails)
+    if case.nbytes <= _SMALL_BYTES:
+        return Placement((first,), (second,), caller=first, feeder=first)
+    return Placement((first,), (second,))
+
+
+def _transfer(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     relay = args.route == "relay"
-    case = Case(args.blocks, args.block_bytes, R, 1 % R if relay else 0, Route.RELAY_ALL if relay else Route.DIRECT, args.private, args.congestion)
-    geometry = _nodes.fitting_geometry(R, 2 * R, R)
-    send_cpu, recv_cpu, caller, feeder = (int(x) for x in args.pin.split(",")) if args.pin else (-1, -1, -1, -1)
-    with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="railrelay-bench-")))
-        nodes = [
-            stack.enter_context(Node(f"bench-{side}-{os.getpid()}", directory, geometry, [cpu] * R, args.congestion))
-            for side, cpu in (("prefill", send_cpu), ("decode", recv_cpu))
-        ]
-        sender = stack.enter_context(Worker("sender", Sender, case, nodes[0].socket, [send_cpu] * R, caller, feeder))
-        receiver = stack.enter_context(Worker("receiver", Receiver, case, nodes[1].socket, [recv_cpu] * R, -1, -1))
-        receiver.result(); sender.result()
-        sender.begin("fill")
-        receiver.ask("wipe")
-        sender.result()
-        sender.ask("open", receiver.ask("offers"), receiver.ask("destinations"))
-        port = receiver.ask("listen")
-        receiver.begin("accept")
-        sender.ask("connect", port)
-        receiver.result()
-        pids = [nodes[0].pid, nodes[1].pid, sender.pid, receiver.pid]
-        def cpu(): return [limit.process_cpu_ns(p) / 1e9 for p in pids]
-        def plain(call, rounds=1, gap=0):
-            receiver.begin("plain_receive", call, rounds)
-            a = cpu()
-            spent, each = sender.ask("plain_send", call, rounds, gap)
-            receiver.result()
-            return spent / 1e9, each, [y - x for x, y in zip(a, cpu())]
-        small = case.nbytes <= MIB
-        rounds, gap = (200, 1_000_000) if small else (1, 0)
-        def ours():
-            a = cpu()
-            each = sender.ask("transfer", rounds, gap)
-            return each, [y - x for x, y in zip(a, cpu())]
-        ours()
-        print("wrong after ours", receiver.ask("check"))
-        receiver.ask("wipe")
-        best = {}
-        for call in _CALLS if not small else (MIB,):
-            best[call] = min(plain(call)[0] for _ in range(3))
-        print("wrong after limit", receiver.ask("check"), {k//MIB: round(case.nbytes/v/1e9,2) for k,v in best.items()})
-        call = min(best, key=best.get)
-        pairs = []
-        for i in range(args.runs or 11):
-            l = plain(call, rounds, gap)
-            o = ours()
-            c = sender.ask("gather", geometry.slots, geometry.slot_bytes) / 1e9
-            lt = statistics.median(l[1])/1e9; ot = statistics.median(o[0])/1e9
-            pairs.append((lt, ot, sum(l[2])/rounds, sum(o[1])/rounds, c, o[1]))
-            g = case.nbytes / 1e9
-            if small: print(f"limit {lt*1e6:.1f} ours {ot*1e6:.1f} us ratio {ot/lt:.2f} ")
-            else: print(f"limit {g/lt:.2f} ours {g/ot:.2f} ratio {lt/ot:.2f} cpu/GB {sum(l[2])/g:.3f} {sum(o[1])/g:.3f} x{sum(o[1])/sum(l[2]):.2f} copy {c/g:.3f} [sd rd se re] {[round(x/g,3) for x in o[1]]}")
-        med = lambda f: statistics.median(f(p) for p in pairs)
-        r = med(lambda p: p[0]/p[1]); lc = med(lambda p: p[2]); oc = med(lambda p: p[3]); cc = med(lambda p: p[4])
-        print(f"RATIO {r:.3f} bound {lc/(lc+cc):.3f} ratio/bound {r/(lc/(lc+cc)):.3f}; cpu x{oc/lc:.2f} of limit, x{oc/(lc+cc):.2f} of limit+copy; GB/s limit {case.nbytes/1e9/med(lambda p:p[0]):.2f} ours {case.nbytes/1e9/med(lambda p:p[1]):.2f}; lat x{1/r:.2f}")
-    return 0
+    case = Case(
+        args.blocks,
+        args.block_bytes,
+        args.rails,
+        1 if relay and args.rails > 1 else 0,  # to another rank's rail, else to the own
+        Route.RELAY_ALL if relay else Route.DIRECT,
+        args.private,
+        args.congestion,
+    )
+    placement = placement_of(case)
+    small = case.nbytes <= _SMALL_BYTES
+    rounds, gap_ns = (_SMALL_ROUNDS, _SMALL_GAP_NS) if small else (1, 0)
+    with ready(case, placement) as setup:
+        progress.step(_described(args, case))
+        progress.step(placement.text())
+        progress.step(f"{setup.geometry.text()}; checking, and looking for the best bytes per call")
+        setup.transfer()
+        wrong = setup.receiver.ask("check")
+        setup.receiver.ask("wipe")
+        call_bytes, shortest_ns = _calibrated(setup, small)
+        wrong += setup.receiver.ask("check")
+        count = args.runs or (_SHORT_PAIRS if shortest_ns < _SHORT_NS else _PAIRS)
+        lane_bytes = setup.lane_bytes()
+        pairs: list[Pair] = []
+        for number in range(count):
+            pairs.append(_pair(setup, number, call_bytes, rounds, gap_ns))
+            ratio = statistics.median(pair.ratio for pair in pairs)
+            progress.update(f"  pair {number + 1} of {count}: ratio {pairs[-1].ratio:.3f}, median {ratio:.3f}")
+        lane_bytes = setup.lane_bytes() - lane_bytes
+        progress.step("checking again")
+        setup.receiver.ask("wipe")
+        setup.transfer()
+        wrong += setup.receiver.ask("check") + sum(pair.wrong for pair in pairs)
+        geometry = setup.geometry
+    result = {
+        **_figures(case, pairs, rounds),
+        "lane_bytes": lane_bytes,
+        "congestion_control": args.congestion,
+        "verified": wrong == 0,
+        "wrong_blocks": wrong,
+        "route": args.route,
+        "blocks": case.blocks,
+        "block_bytes": case.block_bytes,
+        "bytes": case.nbytes,
+        "rails": case.rails,
+        "private": case.private,
+        "pairs": len(pairs),
+        "rounds_per_pair": rounds,
+        "limit_bytes_per_call": call_bytes,
+        "placement": vars(placement),
+        "geometry": vars(geometry),
+    }
+    targets = targets_of(result)
+    return {**result, "targets": [{**target.facts(), "text": target.text()} for target in targets]}
+
+
+def _calibrated(setup: Setup, small: bool) -> tuple[int, int]:
+    """(best bytes per call of the limit, ns of a run with it)"""
+    shortest = {
+        call_bytes: min(setup.plain(call_bytes).round_ns[0] for _ in range(_CALIBRATIONS))
+        for call_bytes in (_CALL_BYTES[:1] if small else _CALL_BYTES)
+    }
+    best = min(shortest, key=lambda call_bytes: shortest[call_bytes])
+    return best, shortest[best]
+
+
+def _pair(setup: Setup, number: int, call_bytes: int, rounds: int, gap_ns: int) -> Pair:
+    """The order changes from pair to pair, so that a drift of the machine hits both."""
+    wrong = 0
+    runs: dict[str, Run] = {}
+    for what in ("limit", "ours") if number % 2 == 0 else ("ours", "limit"):
+        setup.receiver.ask("wipe_sample", number)
+        runs[what] = setup.transfer(rounds, gap_ns) if what == "ours" else setup.plain(call_bytes, rounds, gap_ns)
+        wrong += setup.receiver.ask("check_sample", number)
+    return Pair(runs["limit"], runs["ours"], setup.gather_seconds(), wrong)
+
+
+def _figures(case: Case, pairs: list[Pair], rounds: int) -> dict[str, float]:
+    gigabytes = case.nbytes / 1e9
+    ours_ns = sorted(ns for pair in pairs for ns in pair.ours.round_ns)
+    limit_ns = sorted(ns for pair in pairs for ns in pair.limit.round_ns)
+    ratio = statistics.median(pair.ratio for pair in pairs)
+    ours_cpu = statistics.median(pair.ours.usage.all for pair in pairs) / rounds / gigabytes
+    limit_cpu = statistics.median(pair.limit.usage.all for pair in pairs) / rounds / gigabytes
+    copy_cpu = statistics.median(pair.copy_seconds for pair in pairs) / gigabytes
+    copies = 2 if case.private else int(case.route is Route.RELAY_ALL)  # private: out of the source, and into the destination
+    runs = [run for pair in pairs for run in (pair.limit, pair.ours)]
+    spent = statistics.fmean(sum(run.round_ns) / 1e9 + rounds * _gap(rounds) for run in runs)
+    return {
+        "gigabytes_per_second": case.nbytes / statistics.median(ours_ns),
+        "limit_gigabytes_per_second": case.nbytes / statistics.median(limit_ns),
+        "ratio": ratio,
+        "ratio_quartiles": _quartiles([pair.ratio for pair in pairs]),
+        "latency_ratio": 1 / ratio,
+        "p50_us": _percentile(ours_ns, 50) / 1e3,
+        "p99_us": _percentile(ours_ns, 99) / 1e3,
+        "limit_p50_us": _percentile(limit_ns, 50) / 1e3,
+        "limit_p99_us": _percentile(limit_ns, 99) / 1e3,
+        "cpu_seconds_per_gigabyte": ours_cpu,
+        "limit_cpu_seconds_per_gigabyte": limit_cpu,
+        "copy_cpu_seconds_per_gigabyte": copy_cpu,
+        "bound": limit_cpu / (limit_cpu + copies * copy_cpu),
+        "others_cores": max(0.0, statistics.fmean(run.usage.others for run in runs) / spent),
+    }
+
+
+def _gap(rounds: int) -> float:
+    return _SMALL_GAP_NS / 1e9 if rounds > 1 else 0.0
+
+
+def _percentile(in_order: list[int], percent: int) -> int:
+    return in_order[min(len(in_order) - 1, len(in_order) * percent // 100)]
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    in_order = sorted(values)
+    return [in_order[len(in_order) // 4], in_order[(3 * len(in_order)) // 4]]
+
+
+def _described(args: argparse.Namespace, case: Case) -> str:
+    return (
+        f"{case.blocks:,} blocks of {size(case.block_bytes)} ({size(case.nbytes)}), {args.route}, {case.rails}"
+        f" rail{'s' if case.rails > 1 else ''}, {'private' if case.private else 'shared'} memory, {args.congestion}"
+    )
+
+
+def _report(result: dict[str, Any]) -> str:
+    small = result["bytes"] <= _SMALL_BYTES
+    rows = [
+        ["GB/s", f"{result['gigabytes_per_second']:.3g}", f"{result['limit_gigabytes_per_second']:.3g}", ""],
+        ["p50", _time(result["p50_us"]), _time(result["limit_p50_us"]), f"{result['p50_us'] / result['limit_p50_us']:.2f}"],
+        ["p99", _time(result["p99_us"]), _time(result["limit_p99_us"]), f"{result['p99_us'] / result['limit_p99_us']:.2f}"],
+    ]
+    low, high = result["ratio_quartiles"]
+    rows[0][3] = f"{result['ratio']:.3f} ({low:.3f} to {high:.3f}), bound {result['bound']:.3f}"
+    if not small:
+        ours, its, copy = (
+            result[f"{whose}cpu_seconds_per_gigabyte"] for whose in ("", "limit_", "copy_")
+        )
+        rows.append(["CPU s/GB", f"{ours:.3f}", f"{its:.3f}", f"{ours / its:.2f}; copy {copy:.3f}"])
+    lines = [
+        table(["", "RAILRELAY", "LIMIT", "RATIO"], rows),
+        f"{result['pairs']} pairs, {size(result['lane_bytes'])} through lanes, limit with"
+        f" {size(result['limit_bytes_per_call'])} per call;"
+        f" {'content verified' if result['verified'] else str(result['wrong_blocks']) + ' WRONG BLOCKS'}",
+    ]
+    if result["others_cores"] > _NOISE_CORES:
+        lines.append(f"other processes used {result['others_cores']:.2f} cores meanwhile: the figures are noisy")
+    lines += [f"target: {target['text']}" for target in result["targets"]]
+    return "\n".join(lines)
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.1f} ms" if us >= 10_000 else f"{us:.1f} us"
