@@ -712,6 +712,7 @@ int rr_plane_add_export(struct rr_plane *plane, uint32_t handle, uint32_t sessio
     export->region = region;
     export->bytes = bytes;
     export->base = client->regions[region].base;
+    export->mapping = client->regions[region].mapping;
     rr_store_release_u32(&export->valid, 1);
     return 0;
 }

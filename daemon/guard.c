@@ -19,7 +19,7 @@ static struct {
     uint32_t *broken;
     uint64_t bytes;
 } guards[GUARDS];
-static uint32_t guards_used;
+static uint32_t guards_used, patches;
 static pthread_mutex_t guards_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static int patch(uintptr_t address)
@@ -32,6 +32,7 @@ static int patch(uintptr_t address)
         if (mmap(guards[i].base, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0) == MAP_FAILED)
             return 0;
         rr_store_release_u32(guards[i].broken, 1);
+        rr_fetch_add_u32(&patches, 1);
         return 1;
     }
     return 0;
@@ -55,6 +56,8 @@ int rr_guard_install(void)
 }
 
 int rr_guard_patch(const void *address) { return patch((uintptr_t)address); }
+
+uint32_t rr_guard_patches(void) { return rr_load_acquire_u32(&patches); }
 
 struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error)
 {

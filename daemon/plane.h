@@ -80,6 +80,7 @@ struct rr_export {
     uint32_t region;
     uint64_t bytes;
     uint8_t *base; /* NULL: through the client's bounce memory */
+    struct rr_mapping *mapping;
 };
 
 /* word = generation << 32 | remaining. 0 remaining is idle; a live count starts at RR_COMPLETION_BIAS, so that it can
@@ -344,6 +345,8 @@ struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error);
 void rr_unmap(struct rr_mapping *mapping);
 /* After EFAULT from a system call: replaces the mapping that holds the address by zero pages. 0 if none does. */
 int rr_guard_patch(const void *address);
+/* How many mappings were replaced so far. */
+uint32_t rr_guard_patches(void);
 
 /* ---- completion.c: rail threads and the main thread ---- */
 int rr_transfer_open(struct rr_client *client, const struct rr_slice *slice, uint32_t handle, uint32_t owner);

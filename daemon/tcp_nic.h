@@ -89,6 +89,7 @@ struct rr_connection {
     uint64_t payload_left;
     uint16_t code;
     int refused;
+    uint32_t patches; /* rr_guard_patches() when the frame began */
     int32_t bounce_slot; /* -1: none */
     uint32_t bounces_pending;
     int fencing;

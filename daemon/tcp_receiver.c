@@ -161,6 +161,10 @@ static uint16_t check_runs(struct rr_rail *rail, struct rr_connection *c)
             result = RR_BAD_REGION;
             continue;
         }
+        if (!private && rr_load_relaxed_u32(&export->mapping->broken)) {
+            result = RR_REGION_GONE;
+            continue;
+        }
         uint8_t *base = export->base + run->offset;
         struct iovec *iov = &c->iov[c->iov_count];
         if (private) continue;
@@ -183,6 +187,7 @@ static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
 {
     struct rr_rail *rail = nic->base.rail;
     c->stage = PAYLOAD;
+    c->patches = rr_guard_patches();
     c->payload_left = c->in.bytes;
     c->iov_at = 0;
     c->bounce_slot = -1;
@@ -231,9 +236,24 @@ static void publish_bounce(struct tcp_nic *nic, struct rr_connection *c)
     rr_count_wake(&client->control->bounce_wake, &client->control->bounce_sleeping);
 }
 
+/* Did the owner cut off a region while the frame was placed in it? */
+static int truncated(struct rr_rail *rail, struct rr_connection *c)
+{
+    for (uint32_t i = 0; i < c->in.run_count; i++) {
+        const struct rr_export *export = &rail->plane->exports[c->runs[i].handle % rail->plane->max_exports];
+        if (rr_load_acquire_u32(&export->valid) && export->mapping && rr_load_relaxed_u32(&export->mapping->broken)) return 1;
+    }
+    return 0;
+}
+
 static void on_frame(struct tcp_nic *nic, struct rr_connection *c)
 {
     struct rr_rail *rail = nic->base.rail;
+    if (!c->refused && c->patches != rr_guard_patches() && truncated(rail, c)) {
+        c->code = RR_REGION_GONE;
+        struct rr_client *owner = rail->by_number[c->in.owner];
+        if (owner) rr_violation(rail, owner, RR_SEGMENT_TRUNCATED, 0, 0, 0);
+    }
     c->received = c->in.sequence;
     rr_count(rail, RR_RAIL_FRAMES_RECEIVED, 1);
     rr_count(rail, RR_RAIL_BYTES_RECEIVED, c->in.bytes);
