@@ -305,7 +305,7 @@ static void run_detach(struct rr_rail *rail, struct rr_command *command)
     rail->nic->ops->drop_bounces(rail->nic, client);
     rr_purge(rail, of_client, client, RR_CLIENT_GONE);
     rail->nic->ops->abandon(rail->nic, client);
-    rr_client_drained(rail, client);
+    rail->leaving[rail->leaving_count++] = client;
 }
 
 int rr_plane_detach_client(struct rr_plane *plane, uint32_t number)

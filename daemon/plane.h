@@ -256,7 +256,8 @@ struct rr_rail {
     uint64_t *counters;
     struct rr_client *clients[RR_MAX_CLIENTS]; /* attached ones, dense */
     struct rr_client *by_number[RR_MAX_CLIENTS];
-    uint32_t client_count;
+    struct rr_client *leaving[RR_MAX_CLIENTS]; /* detached, with work that the NIC still has */
+    uint32_t client_count, leaving_count;
     struct rr_path *paths; /* [max_peers * RR_MAX_RAILS * RR_CLASSES] */
     struct rr_path *active;
     struct rr_nic *nic;
@@ -368,7 +369,6 @@ void rr_source_free(struct rr_source *source);
 
 /* ---- rail.c: rail thread ---- */
 void rr_purge(struct rr_rail *rail, int (*drop)(const struct rr_work *work, const void *context), const void *context, uint32_t result);
-void rr_client_drained(struct rr_rail *rail, struct rr_client *client);
 void rr_rail_command(struct rr_rail *rail, struct rr_command command); /* main thread */
 void rr_rail_wake(struct rr_rail *rail);                               /* any thread */
 struct rr_path *rr_path_of(struct rr_rail *rail, uint32_t peer, uint32_t remote_rail, uint32_t class_);

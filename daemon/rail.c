@@ -196,13 +196,24 @@ static void unlink_flows(struct rr_rail *rail, const struct rr_client *client)
     }
 }
 
-void rr_client_drained(struct rr_rail *rail, struct rr_client *client)
+/* Between other steps of the cycle, where nobody holds a pointer into a client's memory: the main thread may free it at
+ * once. */
+static int let_go(struct rr_rail *rail)
 {
-    struct rr_port *port = &client->ports[rail->number];
-    if (!port->detaching || port->lane_source.in_flight || port->ring_source.in_flight) return;
-    port->detaching = 0;
-    unlink_flows(rail, client);
-    rr_event_push(rail->plane, RR_EVENT_CLIENT_DETACHED, rail->number, client->number, 0, 0, 0, 0);
+    int work_count = 0;
+    for (uint32_t i = 0; i < rail->leaving_count;) {
+        struct rr_client *client = rail->leaving[i];
+        struct rr_port *port = &client->ports[rail->number];
+        if (port->lane_source.in_flight || port->ring_source.in_flight) {
+            i++;
+            continue;
+        }
+        rail->leaving[i] = rail->leaving[--rail->leaving_count];
+        unlink_flows(rail, client);
+        rr_event_push(rail->plane, RR_EVENT_CLIENT_DETACHED, rail->number, client->number, 0, 0, 0, 0);
+        work_count++;
+    }
+    return work_count;
 }
 
 void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
@@ -228,7 +239,6 @@ void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
     if (rr_transfer_slice_done(client, transfer, generation, result, bytes, rail->number))
         rr_violation(rail, client, RR_PROTOCOL, transfer, generation, bytes);
     rr_wake_feeder(client);
-    rr_client_drained(rail, client);
 }
 
 /* ---- the cycle ---- */
@@ -300,6 +310,7 @@ void *rr_rail_main(void *argument)
         int work_count = run_commands(rail);
         work_count += rr_collect(rail);
         work_count += reclaim(rail);
+        work_count += let_go(rail);
         work_count += post(rail);
         work_count += rail->nic->ops->poll(rail->nic, 0);
         rr_count(rail, RR_RAIL_CYCLES, 1);
