@@ -319,19 +319,10 @@ static void take_inbox(struct feeder *f)
         core->first = core->last = NULL;
     }
     if (core->async_armed) {
-        uint32_t armed = 0;
         for (struct rc_submission *s = core->live, *next; s; s = next) {
             next = s->next;
-            if (!s->async_armed) continue;
-            int ended = s->done || rr_load_acquire_u32(&core->transfers[s->index].done) == s->generation;
-            if (ended) {
-                s->async_armed = 0;
-                rr_kick(core->completion_fd);
-            } else {
-                armed++;
-            }
+            if (s->async_armed) rc_harvest(s);
         }
-        core->async_armed = armed;
     }
     pthread_mutex_unlock(&core->queue);
 }

@@ -54,6 +54,15 @@ static void unlink_live(struct rc_submission *s)
     }
 }
 
+/* Holding queue. Whoever sees the end first tells the event loops: nobody else may look at the submission again. */
+static void wake_async(struct rc_submission *s)
+{
+    if (!s->async_armed) return;
+    s->async_armed = 0;
+    s->core->async_armed--;
+    rr_kick(s->core->completion_fd);
+}
+
 /* Holding queue. The entry may be used again only once the daemon has settled it and the feeder has let go. */
 void rc_harvest(struct rc_submission *s)
 {
@@ -64,6 +73,7 @@ void rc_harvest(struct rc_submission *s)
         s->result = rr_load_relaxed_u32(&shared->result);
         s->bytes_done = rr_load_relaxed_u64(&shared->bytes);
         rr_store_release_u32(&s->done, 1);
+        wake_async(s);
     }
     if (!s->settled && s->done && rr_load_acquire_u32(&shared->settled) == s->generation) rr_store_release_u32(&s->settled, 1);
     if (!s->settled || !s->fed) return;
@@ -85,7 +95,7 @@ void rc_end_locally(struct rc_submission *s, uint32_t result, int settled)
     if (settled) rr_store_release_u32(&s->settled, 1);
     rr_futex_wake(&s->core->transfers[s->index].done, INT_MAX);
     rr_futex_wake(&s->core->transfers[s->index].settled, INT_MAX);
-    if (s->async_armed) rr_kick(s->core->completion_fd);
+    wake_async(s);
     rc_harvest(s);
 }
 
@@ -188,8 +198,10 @@ int rc_arm_async(struct rc_submission *s)
 {
     if (look(s, 0)) return 0;
     pthread_mutex_lock(&s->core->queue);
-    s->async_armed = 1;
-    s->core->async_armed++;
+    if (!s->async_armed && !s->done) {
+        s->async_armed = 1;
+        s->core->async_armed++;
+    }
     pthread_mutex_unlock(&s->core->queue);
     rr_fetch_or_u32(&s->core->transfers[s->index].waiting, 2);
     return !look(s, 0);
