@@ -30,6 +30,7 @@ class Route(StrEnum):
     RELAY = "relay"  # through the lane of the destination's rail; own-rail blocks in shared memory go straight
     RELAY_ALL = "relay_all"  # the same, but own-rail blocks go through their lane too
     DIRECT = "direct"  # own rail to the far rail, all destinations at once
+    MATCHED = "matched"  # the destination's rail, straight from the source: destination affinity without a relay
     SERIAL = "serial"  # own rail, one transfer after the other in the order of submission
     SCHEDULED = "scheduled"  # own rail, one transfer after the other in rounds with a shifting offset
 
@@ -39,6 +40,7 @@ class Route(StrEnum):
             Route.RELAY: core.ROUTE_RELAY,
             Route.RELAY_ALL: core.ROUTE_RELAY_ALL,
             Route.RELAY_ALL: core.ROUTE_RELAY_ALL,
+            Route.MATCHED: core.ROUTE_MATCHED,
             Route.DIRECT: core.ROUTE_DIRECT,
             Route.SERIAL: core.ROUTE_SERIAL,
             Route.SCHEDULED: core.ROUTE_SCHEDULED,

@@ -22,7 +22,7 @@
 #define RC_DESTINATIONS 256u
 #define RC_ONE_PEER_SHARE 3u /* one destination holds at most a third of a lane while others wait */
 
-enum rc_route { RC_ROUTE_RELAY = 0, RC_ROUTE_DIRECT, RC_ROUTE_SERIAL, RC_ROUTE_SCHEDULED, RC_ROUTE_RELAY_ALL };
+enum rc_route { RC_ROUTE_RELAY = 0, RC_ROUTE_DIRECT, RC_ROUTE_SERIAL, RC_ROUTE_SCHEDULED, RC_ROUTE_RELAY_ALL, RC_ROUTE_MATCHED };
 
 struct rc_error {
     const char *code;

@@ -12,6 +12,7 @@ ROUTE_RELAY: Final[int]
 ROUTE_DIRECT: Final[int]
 ROUTE_SERIAL: Final[int]
 ROUTE_SCHEDULED: Final[int]
+ROUTE_MATCHED: Final[int]    # straight from the source, out of the NIC of the destination's rail
 ROUTE_RELAY_ALL: Final[int]  # as relay, but own-rail blocks too go through a lane
 
 class SubmitError(Exception):

@@ -19,7 +19,11 @@ def send(
     ``fds``: connected blocking sockets. ``cpus``: core of each thread, -1 for none. OSError."""
 
 def receive(
-    fds: Sequence[int], cpus: Sequence[int], parts: Sequence[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]], bytes_per_call: int, rounds: int
+    fds: Sequence[int],
+    cpus: Sequence[int],
+    parts: Sequence[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]],
+    bytes_per_call: int,
+    rounds: int,
 ) -> int:
     """The other side: reads into the parts and replies. OSError."""
 

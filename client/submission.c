@@ -64,6 +64,8 @@ static struct way way_of(const struct rc_core *core, const struct rc_region *reg
     if (relayed) {
         way.local_rail = local;
         way.direct = region->shared && local == core->own_rail && core->route == RC_ROUTE_RELAY;
+    } else if (core->route == RC_ROUTE_MATCHED) {
+        way.local_rail = local;
     }
     return way;
 }

@@ -77,9 +77,8 @@ class Side:
         self._order: list[npt.NDArray[np.int64]] = []
         generator = np.random.default_rng(_SEED + side)
         for rank in range(case.rails):
-            client = Client.connect(
-                path, rank=rank, name=f"bench-{'receive' if side else 'send'}-{rank}", route=case.route, feeder_cpu=feeder_cpu
-            )
+            name = f"bench-{'receive' if side else 'send'}-{rank}"
+            client = Client.connect(path, rank=rank, name=name, route=case.route, feeder_cpu=feeder_cpu)
             self.clients.append(self._stack.enter_context(client))
         for rank in range(case.rails):
             blocks = case.count(rank if side == 0 else (rank - case.shift) % case.rails)
@@ -185,8 +184,8 @@ class Sender(Side):
     # ---- for the other measurements ----
 
     def hold_back(self, callers: int, seconds: float, daemon_pid: int) -> tuple[float, float]:
-        """CPU seconds that this process and the daemon use while ``callers`` threads wait for transfers whose event does
-        not come."""
+        """CPU seconds that this process and the daemon use while ``callers`` threads wait for transfers whose event is
+        not set."""
         event = HostEvent()
         client, remote, sources, destinations, lengths = self._calls[0]
         transfers = [
@@ -207,8 +206,8 @@ class Sender(Side):
         return spent[0] / 1e9, spent[1] / 1e9
 
     def hold_event(self, rounds: int, delay_s: float, daemon_pid: int) -> list[tuple[float, float, float]]:
-        """Each round begins a transfer whose event is set ``delay_s`` later: CPU seconds of the feeder and of the rail's
-        thread meanwhile, seconds from the event to the end of the transfer."""
+        """Each round begins a transfer whose event is set ``delay_s`` later: CPU seconds of the feeder and of the
+        rail's thread meanwhile, seconds from the event to the end of the transfer."""
         client, remote, sources, destinations, lengths = self._calls[0]
         threads = (_thread_named("rr-feeder", os.getpid()), _thread_named("rail-0", daemon_pid))
         found = []
@@ -256,7 +255,7 @@ class Submission(NamedTuple):
 
 
 class _Ticker:
-    """A Python thread that does nothing but look at the clock: when it is silent, it did not get the GIL (or a core)."""
+    """A Python thread that only looks at the clock: when it is silent, it did not get the GIL, or no core."""
 
     def __init__(self) -> None:
         self._silences: list[tuple[int, int]] = []

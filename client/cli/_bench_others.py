@@ -49,7 +49,7 @@ def event(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     with ready(case, Placement((-1,), (-1,))) as setup:
         setup.transfer(3)
         plain = setup.transfer(rounds, gap_ns=int(_EVENT_S * 1e9))
-        progress.step(f"{rounds} transfers of {case.nbytes >> 20} MiB, each begins {_EVENT_S * 1e3:g} ms after its call")
+        progress.step(f"{rounds} transfers of {case.nbytes >> 20} MiB that may begin {_EVENT_S * 1e3:g} ms late")
         setup.receiver.ask("wipe")
         found = setup.sender.ask("hold_event", rounds, _EVENT_S, setup.nodes[0].pid)
         wrong = setup.receiver.ask("check")

@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,7 +59,7 @@ class Usage:
         return self.sending_daemon + self.receiving_daemon + self.sending_engine + self.receiving_engine
 
     def since(self, before: Usage) -> Usage:
-        return Usage(**{name: value - getattr(before, name) for name, value in vars(self).items()})
+        return Usage(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Setup:
         spent = [limit.process_cpu_ns(pid) / 1e9 for pid in pids]
         fields = Path("/proc/stat").read_text().split(maxsplit=11)
         busy = sum(int(fields[field]) for field in _BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
-        return Usage(*spent, busy - sum(spent))
+        return Usage(spent[0], spent[1], spent[2], spent[3], busy - sum(spent))
 
     def transfer(self, rounds: int = 1, gap_ns: int = 0) -> Run:
         before = self.usage()
@@ -127,9 +127,7 @@ def ready(case: Case, placement: Placement) -> Iterator[Setup]:
                 "sending engine", Sender, case, nodes[0].socket, placement.sending, placement.caller, placement.feeder
             )
         )
-        receiver = stack.enter_context(
-            Worker("receiving engine", Receiver, case, nodes[1].socket, placement.receiving)
-        )
+        receiver = stack.enter_context(Worker("receiving engine", Receiver, case, nodes[1].socket, placement.receiving))
         for engine in (sender, receiver):
             engine.result()
         for engine, method in ((sender, "fill"), (receiver, "wipe")):

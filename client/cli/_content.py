@@ -27,7 +27,7 @@ def keys(*parts: int | Words) -> Words:
     return state
 
 
-def words(of_keys: Words, first: int, count: int, out: Words | None = None) -> Words:
+def words(of_keys: Words, first: int, count: int) -> Words:
     """Words ``first`` to ``first + count - 1`` of what each key names: [keys, count]."""
     steps = np.arange(first, first + count, dtype=np.uint64) * _STEP
-    return np.add(of_keys[:, None], steps[None, :], out=out)
+    return of_keys[:, None] + steps[None, :]

@@ -70,8 +70,8 @@ MODELS: Final = {
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds: rows ``first_row`` up to ``end_row``, ``heads`` heads from ``first_head`` on, of each request
-    in ``requests`` the pages ``first_page``, ``first_page + page_step``, ..."""
+    """What one rank holds: rows ``first_row`` to ``end_row - 1``, ``heads`` heads from ``first_head`` on, of each
+    request in ``requests`` the pages ``first_page``, ``first_page + page_step``, ..."""
 
     first_row: int
     end_row: int
@@ -99,9 +99,7 @@ def prefill_shares(model: Model, prefill: str, requests: int) -> list[Share]:
 
 def decode_shares(model: Model, decode: str, requests: int) -> list[Share]:
     if decode == "dp4":
-        return [
-            Share(0, model.rows, 0, model.heads, tuple(range(rank, requests, RANKS))) for rank in range(RANKS)
-        ]
+        return [Share(0, model.rows, 0, model.heads, tuple(range(rank, requests, RANKS))) for rank in range(RANKS)]
     heads = model.heads // RANKS or model.heads  # fewer heads than ranks are replicated
     first = [rank * heads % model.heads for rank in range(RANKS)]
     return [Share(0, model.rows, first[rank], heads, tuple(range(requests))) for rank in range(RANKS)]
@@ -109,8 +107,8 @@ def decode_shares(model: Model, decode: str, requests: int) -> list[Share]:
 
 @dataclass(frozen=True)
 class Cache:
-    """One rank's pool of pages: its share, its size, and where it put the pages: ``tables[request][i]`` is the page that
-    holds the i-th logical page it has of the request. Row by row, all pages of a row in one tensor."""
+    """One rank's pool of pages, row by row, all pages of a row in one tensor. ``tables[request][i]`` is the page of the
+    pool that holds the i-th page that the rank has of the request."""
 
     share: Share
     pool_pages: int
@@ -163,8 +161,8 @@ class Move:
 def make_plan(
     model: Model, tokens: int, prefill: str, decode: str, requests: int = RANKS, slack: float = 0.25, seed: int = 1
 ) -> Plan:
-    """Whole pages for at least ``tokens`` tokens, in ``requests`` requests or as many as there are pages; the pools have
-    ``slack`` more pages than are used."""
+    """Whole pages for at least ``tokens`` tokens, in ``requests`` requests or as many as there are pages; the pools
+    have ``slack`` more pages than are used."""
     if tokens < 1:
         raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"{tokens} tokens; expected 1 or more")
     pages = -(-tokens // model.page_tokens)
@@ -206,7 +204,9 @@ def moves_of(plan: Plan, prefill: int) -> list[Move]:
     return moves
 
 
-def sides_of(plan: Plan, move: Move, source_base: int, destination_base: int) -> tuple[PageLayout, Pages, PageLayout, Pages]:
+def sides_of(
+    plan: Plan, move: Move, source_base: int, destination_base: int
+) -> tuple[PageLayout, Pages, PageLayout, Pages]:
     """The arguments of write_pages() for a move: layouts that agree in rows and heads, and the page numbers."""
     source, destination = plan.prefill[move.prefill], plan.decode[move.decode]
     rows = slice(source.share.first_row, source.share.end_row)

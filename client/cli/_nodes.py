@@ -24,6 +24,7 @@ MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 ADDRESS: Final = "127.0.0.1"
 
+_DAEMON: Final = (sys.executable, "-P", "-m", "railrelay.daemon.main")
 _READY_S: Final = 20.0
 _EXIT_S: Final = 15.0
 _LOG_LINES: Final = 12
@@ -127,7 +128,7 @@ class Node:
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "railrelay.daemon.main", "--config", config, "--ready-fd", str(child_end)],
+                    [*_DAEMON, "--config", config, "--ready-fd", str(child_end)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -52,7 +52,8 @@ class Worker:
         """Of the oldest begin(), or of making the object. RelayError if it failed or the process ended."""
         try:
             if not self._pipe.poll(timeout):
-                raise RelayError(ErrorCode.WAIT_TIMEOUT, f"{self.name} (pid {self.pid}): no answer within {timeout:g} s")
+                text = f"{self.name} (pid {self.pid}): no answer within {timeout:g} s"
+                raise RelayError(ErrorCode.WAIT_TIMEOUT, text)
             good, answer = self._pipe.recv()
         except (EOFError, OSError):
             raise self._ended() from None

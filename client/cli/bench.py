@@ -4,8 +4,8 @@ as rails and the best of 1, 4, 8 and 16 MiB per call. Both alternate; RATIO is t
 what is left of the limit when relaying, because the copy into the lanes takes its share of the cores. One small
 transfer (up to 1 MiB in all) is measured with the daemons asleep before it; its limit is a raw round trip.
 
-What: transfer (the default); waiting, the CPU that 8 blocked callers and an idle daemon with 4 rails use; event, the CPU
-while a transfer waits for its event; submit, how long a call with 500,000 blocks holds the GIL."""
+WHAT: transfer (the default); waiting, the CPU that 8 blocked callers and an idle daemon with 4 rails use; event, the
+CPU while a transfer waits for its event; submit, how long a call with 500,000 blocks holds the GIL."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ _NOISE_CORES: Final = 0.15
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", choices=["transfer", *_bench_others.OTHERS], default="transfer", metavar="WHAT")
+    what = ["transfer", *_bench_others.OTHERS]
+    parser.add_argument("what", nargs="?", choices=what, default=what[0], metavar="WHAT", help=", ".join(what))
     parser.add_argument("--blocks", type=int, default=16384, metavar="N", help="default: %(default)s")
     parser.add_argument("--block-bytes", type=int, default=65536, metavar="B", help="default: %(default)s")
     parser.add_argument(
         "--route", choices=["relay", "direct"], default="relay", help="relay: every byte through a lane (default)"
     )
     parser.add_argument("--private", action="store_true", help="memory that the daemons cannot map, on both sides")
-    parser.add_argument("--runs", type=int, metavar="R", help=f"pairs (default: {_PAIRS}, or {_SHORT_PAIRS} short ones)")
+    parser.add_argument("--runs", type=int, metavar="R", help=f"default: {_PAIRS} pairs, {_SHORT_PAIRS} if short")
     parser.add_argument("--rails", type=int, default=1, metavar="R", help="default: %(default)s")
     parser.add_argument("--congestion", default="reno", metavar="NAME", help="TCP congestion control (default: reno)")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -167,7 +168,7 @@ def _pair(setup: Setup, number: int, call_bytes: int, rounds: int, gap_ns: int) 
     return Pair(runs["limit"], runs["ours"], setup.gather_seconds(), wrong)
 
 
-def _figures(case: Case, pairs: list[Pair], rounds: int) -> dict[str, float]:
+def _figures(case: Case, pairs: list[Pair], rounds: int) -> dict[str, Any]:
     gigabytes = case.nbytes / 1e9
     ours_ns = sorted(ns for pair in pairs for ns in pair.ours.round_ns)
     limit_ns = sorted(ns for pair in pairs for ns in pair.limit.round_ns)
@@ -175,7 +176,9 @@ def _figures(case: Case, pairs: list[Pair], rounds: int) -> dict[str, float]:
     ours_cpu = statistics.median(pair.ours.usage.all for pair in pairs) / rounds / gigabytes
     limit_cpu = statistics.median(pair.limit.usage.all for pair in pairs) / rounds / gigabytes
     copy_cpu = statistics.median(pair.copy_seconds for pair in pairs) / gigabytes
-    copies = 2 if case.private else int(case.route is Route.RELAY_ALL)  # private: out of the source, and into the destination
+    copies = (
+        2 if case.private else int(case.route is Route.RELAY_ALL)
+    )  # private: into a lane, and out of a bounce buffer
     runs = [run for pair in pairs for run in (pair.limit, pair.ours)]
     spent = statistics.fmean(sum(run.round_ns) / 1e9 + rounds * _gap(rounds) for run in runs)
     return {
@@ -218,17 +221,14 @@ def _described(args: argparse.Namespace, case: Case) -> str:
 
 def _report(result: dict[str, Any]) -> str:
     small = result["bytes"] <= _SMALL_BYTES
-    rows = [
-        ["GB/s", f"{result['gigabytes_per_second']:.3g}", f"{result['limit_gigabytes_per_second']:.3g}", ""],
-        ["p50", _time(result["p50_us"]), _time(result["limit_p50_us"]), f"{result['p50_us'] / result['limit_p50_us']:.2f}"],
-        ["p99", _time(result["p99_us"]), _time(result["limit_p99_us"]), f"{result['p99_us'] / result['limit_p99_us']:.2f}"],
-    ]
     low, high = result["ratio_quartiles"]
-    rows[0][3] = f"{result['ratio']:.3f} ({low:.3f} to {high:.3f}), bound {result['bound']:.3f}"
+    ratio = f"{result['ratio']:.3f} ({low:.3f} to {high:.3f}), bound {result['bound']:.3f}"
+    rows = [["GB/s", f"{result['gigabytes_per_second']:.3g}", f"{result['limit_gigabytes_per_second']:.3g}", ratio]]
+    for percentile in ("p50", "p99"):
+        ours, its = result[f"{percentile}_us"], result[f"limit_{percentile}_us"]
+        rows.append([percentile, _time(ours), _time(its), f"{ours / its:.2f}"])
     if not small:
-        ours, its, copy = (
-            result[f"{whose}cpu_seconds_per_gigabyte"] for whose in ("", "limit_", "copy_")
-        )
+        ours, its, copy = (result[f"{whose}cpu_seconds_per_gigabyte"] for whose in ("", "limit_", "copy_"))
         rows.append(["CPU s/GB", f"{ours:.3f}", f"{its:.3f}", f"{ours / its:.2f}; copy {copy:.3f}"])
     lines = [
         table(["", "RAILRELAY", "LIMIT", "RATIO"], rows),

@@ -26,6 +26,7 @@ import numpy as np
 from railrelay.client import Client
 from railrelay.client.cli import _content, _models, _node, _nodes, lanes
 from railrelay.client.cli._models import DECODES, MODELS, PREFILLS, RANKS, Move, Pages, Plan
+from railrelay.client.cli._node import Row
 from railrelay.client.cli._nodes import MIB, Geometry, Node
 from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import duration, size, table
@@ -35,8 +36,14 @@ from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.layout import PageLayout
 from railrelay.client.transfer import Transfer
 from railrelay.shm_layout import abi
+from railrelay.shm_layout.segment import Segment
 
-_ROUTES: Final = {"relay": Route.RELAY_ALL, "direct": Route.DIRECT, "serial": Route.SERIAL, "scheduled": Route.SCHEDULED}
+_ROUTES: Final = {
+    "relay": Route.RELAY_ALL,
+    "direct": Route.DIRECT,
+    "serial": Route.SERIAL,
+    "scheduled": Route.SCHEDULED,
+}
 _POOLS_BYTES: Final = 1280 * MIB  # of both nodes together, unless --tokens says otherwise
 _MEMORY_SHARE: Final = 0.5  # of what is free
 _SLOT_BYTES: Final = MIB  # small slots stay in the caches of the cores
@@ -46,7 +53,7 @@ _SEED: Final = 1
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="llama-3.1-70b", help="KV cache shapes (default: %(default)s)")
+    parser.add_argument("--model", choices=MODELS, default="llama-3.1-70b", help="default: %(default)s")
     parser.add_argument("--tokens", type=int, metavar="N", help="of all requests together (default: what fits well)")
     parser.add_argument("--prefill", choices=PREFILLS, default="pp4", help="default: %(default)s")
     parser.add_argument("--decode", choices=DECODES, default="tp4", help="default: %(default)s")
@@ -187,14 +194,14 @@ class DecodeEngine:
                 of_row = _content.keys(_SEED, request, share.first_row + row, logical)
                 found = pool[row, pages]
                 bad = _content.words(of_row, first_word, cache.row_bytes // 8) != found
-                if bad.any():
+                wrong += 8 * int(bad.sum())
+                if bad.any() and not where:
                     page, word = (int(at[0]) for at in np.nonzero(bad))
-                    where = where or f"request {request}, row {row}, page {page}, byte {8 * word}: {found[page, word]:#x}"
-                    wrong += 8 * int(bad.sum())
+                    where = f"request {request}, row {row}, page {page}, byte {8 * word}: {found[page, word]:#x}"
             stray = pool[row, unused] != _content.UNWRITTEN
-            if stray.any():
-                where = where or f"row {row}: an unused page was written"
-                wrong += 8 * int(stray.sum())
+            wrong += 8 * int(stray.sum())
+            if stray.any() and not where:
+                where = f"row {row}: an unused page was written"
         return wrong, where
 
     def close(self) -> None:
@@ -234,9 +241,10 @@ def _demo(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         offers = [engine.ask("offer") for engine in decode]
         _all(prefill, "open", offers)
         _all([*prefill, *decode], "fill")
+        before = _facts(nodes)
         expected = sum(move.pieces * move.piece_bytes for rank in range(RANKS) for move in _models.moves_of(plan, rank))
         sent = _move(prefill, decode, nodes[1], expected, progress)
-        facts = _facts(nodes)
+        facts = _since(_facts(nodes), before)
         progress.step("checking every byte at decode")
         checks = _all(decode, "check")
     seconds = (max(part.end_ns for part in sent) - min(part.begin_ns for part in sent)) / 1e9
@@ -269,9 +277,7 @@ def _all(engines: list[Worker], method: str, *arguments: object) -> list[Any]:
     return [engine.result() for engine in engines]
 
 
-def _move(
-    prefill: list[Worker], decode: list[Worker], receiver: Node, expected: int, progress: Progress
-) -> list[Sent]:
+def _move(prefill: list[Worker], decode: list[Worker], receiver: Node, expected: int, progress: Progress) -> list[Sent]:
     for engine in decode:
         engine.begin("receive")
     begin_ns = time.monotonic_ns() + 200_000_000
@@ -290,13 +296,13 @@ def _move(
     return sent
 
 
-def _rail_counters(segment: _node.Segment) -> list[dict[str, int]]:
+def _rail_counters(segment: Segment) -> list[dict[str, int]]:
     area = segment.area(abi.CONSTANTS["AREA_RAILS"], "rail_state")
     return [dict(zip(abi.RAIL_COUNTERS, area.array(row, "counters"), strict=False)) for row in range(area.count)]
 
 
-def _facts(nodes: list[Node]) -> dict[str, Any]:
-    """What the daemons counted, while the engines are still attached."""
+def _facts(nodes: list[Node]) -> dict[str, list[Row]]:
+    """What the daemons have counted so far; the engines are still attached."""
     with _node.open_node(nodes[0].instance) as segment:
         sending, found = _rail_counters(segment), lanes.read(segment)
     with _node.open_node(nodes[1].instance) as segment:
@@ -315,17 +321,32 @@ def _facts(nodes: list[Node]) -> dict[str, Any]:
     of_lane = ("rail", "sender", "slots", "slot_bytes", "bytes", "blocks", "stalls", "stall_ns", "direct_bytes")
     return {
         "rails": rails,
-        "lanes": [{key: lane[key] for key in of_lane} | {"slots_sent": lane["completed"]} for lane in found],
+        "lanes": sorted(
+            ({key: lane[key] for key in of_lane} | {"slots_sent": lane["completed"]} for lane in found),
+            key=lambda lane: (lane["rail"], lane["sender"]),
+        ),
+    }
+
+
+def _since(facts: dict[str, list[Row]], before: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Without what was counted before the move."""
+    fixed = ("rail", "sender", "slots", "slot_bytes")
+    return {
+        what: [
+            {key: value if key in fixed else value - then[key] for key, value in now.items()}
+            for now, then in zip(rows, before[what], strict=True)
+        ]
+        for what, rows in facts.items()
     }
 
 
 def _choice(args: argparse.Namespace, plan: Plan, geometry: Geometry) -> list[str]:
     pages = sum(plan.request_pages)
+    copied = "; a latent has no heads to share, so each gets a copy" if plan.model.heads == 1 else ""
     return [
         f"{args.model}: {plan.model.text()}",
         f"prefill {args.prefill}: {PREFILLS[args.prefill]}",
-        f"decode {args.decode}: {DECODES[args.decode]}"
-        + ("; a latent has no heads to share, so each gets a copy" if args.decode == "tp4" and plan.model.heads == 1 else ""),
+        f"decode {args.decode}: {DECODES[args.decode]}{copied if args.decode == 'tp4' else ''}",
         f"chosen: {plan.tokens} tokens in {len(plan.request_pages)} requests ({pages} pages), pools of"
         f" {size(plan.nbytes)} of {size(_nodes.free_bytes())} free memory",
         f"chosen: {geometry.text()}, {size(RANKS * RANKS * geometry.lane_bytes)} for {RANKS * RANKS} lanes of"
@@ -368,5 +389,3 @@ def _report(result: dict[str, Any]) -> str:
         f" {result['seconds']:.2f} s, {result['gigabytes_per_second']:.2f} GB/s: {verdict}\n\n"
         f"{rails}\n\nA lane is written rail<-sender.\n{of_lanes}"
     )
-
-
