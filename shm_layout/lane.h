@@ -99,7 +99,8 @@ static inline int32_t rr_lane_take(struct rr_lane_consumer *c)
         uint64_t doorbell = rr_load_acquire_u64(&c->lane->doorbell); /* SYNC doorbell */
         uint64_t head = rr_load_acquire_u64(&c->lane->head);         /* SYNC head */
         if (doorbell - c->completed > c->slots || head - c->completed > c->slots ||
-            doorbell - c->completed > head - c->completed || doorbell < c->doorbell_seen)
+            doorbell - c->completed > head - c->completed ||
+            doorbell - c->completed < c->doorbell_seen - c->completed)
             return RR_LANE_VIOLATION;
         c->doorbell_seen = doorbell;
         c->head_seen = head;
