@@ -39,7 +39,6 @@ class Route(StrEnum):
         return {
             Route.RELAY: core.ROUTE_RELAY,
             Route.RELAY_ALL: core.ROUTE_RELAY_ALL,
-            Route.RELAY_ALL: core.ROUTE_RELAY_ALL,
             Route.MATCHED: core.ROUTE_MATCHED,
             Route.DIRECT: core.ROUTE_DIRECT,
             Route.SERIAL: core.ROUTE_SERIAL,

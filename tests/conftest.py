@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -11,7 +12,24 @@ from helpers import leaks
 from helpers.engines import Engines
 from helpers.nodes import Nodes
 
+TEST_LIMIT_S = 90
 _FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Nothing hangs: no test takes anywhere near this long."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError(f"the test hangs: it has run for {TEST_LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(TEST_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,6 +14,7 @@ from railrelay.client.errors import ErrorCode, RelayError
 
 TIMEOUT_S: Final = 120.0
 _EXIT_S: Final = 5.0
+_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 class Closes(Protocol):
@@ -29,7 +30,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_end, make, arguments), name=name, daemon=True)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: Ctrl-C is for the parent
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a process that is half started cannot be ended
         try:
             self._process.start()
         finally:
@@ -90,6 +91,7 @@ class Worker:
 
 
 def _serve(pipe: Connection, make: Callable[..., Closes], arguments: tuple[object, ...]) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS - {signal.SIGINT})  # Ctrl-C is for the parent
     with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone or wants no more
         good, made = _attempt(make, arguments)
         pipe.send((good, None if good else made))

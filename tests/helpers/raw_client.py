@@ -29,11 +29,19 @@ class Refused(Exception):
         self.text = text
 
 
+class Placed(Area):
+    """An area that tells where in its segment it begins."""
+
+    def __init__(self, buffer: memoryview, structure: str, offset: int, stride: int, count: int) -> None:
+        super().__init__(buffer, structure, offset, stride, count)
+        self.offset = offset
+
+
 class RawClient:
     def __init__(self, path: str, rank: int = 0) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(LIMIT_S)
-        self._socket.connect(path)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(LIMIT_S)
+        self.socket.connect(path)
         self._ids = 0
         self._fds: list[int] = []
         self._maps: list[mmap.mmap] = []
@@ -53,15 +61,15 @@ class RawClient:
         return self._ids
 
     def send(self, message: protocol.ClientRequest, fds: tuple[int, ...] = ()) -> None:
-        socket.send_fds(self._socket, [protocol.encode(message)], fds)
+        socket.send_fds(self.socket, [protocol.encode(message)], fds)
 
     def send_bytes(self, packet: bytes) -> None:
-        self._socket.send(packet)
+        self.socket.send(packet)
 
     def receive(self) -> tuple[protocol.ClientReply | None, list[int]]:
         """None at the end of the stream. The descriptors end with this client."""
         try:
-            packet, fds, _ = protocol.receive(self._socket, _FDS_MAX)
+            packet, fds, _ = protocol.receive(self.socket, _FDS_MAX)
         except ConnectionResetError:
             return None, []
         self._fds += fds
@@ -94,7 +102,7 @@ class RawClient:
         self._maps.append(mapped)
         return mapped
 
-    def area(self, name: str, structure: str) -> Area:
+    def area(self, name: str, structure: str) -> Placed:
         """An area of the own segment, writable."""
         with memoryview(self.memory) as whole:
             header = Area(whole, "segment_header", 0, abi.SIZES["segment_header"], 1)
@@ -102,7 +110,7 @@ class RawClient:
             table = Area(whole, "area", at, size, header.get(0, "area_count"))
             for row in range(table.count):
                 if table.get(row, "id") == abi.CONSTANTS[f"AREA_{name}"]:
-                    return Area(
+                    return Placed(
                         memoryview(self.memory),
                         structure,
                         table.get(row, "offset"),
@@ -138,7 +146,7 @@ class RawClient:
         os.eventfd_write(self.kick_fds[rail], 1)
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
         for mapped in self._maps:
             try:
                 mapped.close()

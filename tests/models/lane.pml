@@ -270,14 +270,18 @@ end_idle:
 /* The daemon's main thread. */
 proctype conductor()
 {
+    byte slot;
     exited; /* the pidfd says so; a hang-up would prove nothing */
     detach = true;
     drained;
     atomic {
         released = true;
-#ifdef MUTATION_WORDS_REUSED
         head[0] = START; doorbell[0] = START; completed[0] = START;
-#endif
+        slot = 0;
+        do
+        :: slot < SLOTS -> announce[slot] = 0; freed[slot] = 0; table[slot] = 0; bytes[slot] = 0; slot++
+        :: else -> slot = 0; break
+        od;
         generation = 1;
         run feeder(1);
         run stream(1)

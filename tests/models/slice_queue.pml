@@ -5,7 +5,7 @@
  *
  * No run is infinite (checked apart: no cycles), so what the monitor asserts at the end of every run is progress. */
 #define RINGS 3
-#define SLICES(ring) (ring == 0 -> 3 : 2) /* the first producer goes round its ring */
+#define SLICES(ring) (3 - ring) /* the first producer goes round its ring */
 #define CAPACITY 2
 #define START 254
 #define LIMIT 3 /* largest value that passes the consumer's check of a slice */
