@@ -258,6 +258,7 @@ class Peer:
         )
 
     def close_region(self, remote: RemoteRegion) -> None:
+        """Gives up the right to write into a region. Idempotent; waits for no transfer."""
         self._client.remotes.close(remote)
 
     def lost(self, text: str) -> None:

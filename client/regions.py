@@ -132,6 +132,7 @@ class Buffer:
         self.nbytes = region.nbytes
 
     def offer(self) -> bytes:
+        """What a peer's engine needs to write into it; see Region.offer."""
         return self.region.offer()
 
     def close(self, timeout: float = 5.0) -> None:

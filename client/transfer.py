@@ -200,6 +200,8 @@ class Transfer:
                 raise self._unsettled(f" ({gone})") from None
             except RelayError as refusal:
                 why = f" ({refusal})"
+                if refusal.code == ErrorCode.CLOSED:
+                    raise self._unsettled(why) from None
             submission.wait_settled(nanoseconds(min(0.1, left)))
 
     def _own(self) -> core.Submission:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from railrelay.client.cli._table import size
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.shm_layout import abi
 
@@ -92,7 +93,7 @@ def fitting_geometry(
             return geometry
     raise RelayError(
         ErrorCode.NO_MEMORY,
-        f"{_mib(wanted)} of shared memory wanted for the smallest relay memory, {_mib(room)} may be used (half of the"
+        f"{size(wanted)} of shared memory wanted for the smallest relay memory, {size(room)} may be used (half of the"
         f" free {_SHM_DIRECTORY}, a quarter of the free memory); make {_SHM_DIRECTORY} larger",
     )
 

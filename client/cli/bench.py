@@ -214,7 +214,8 @@ def _quartiles(values: list[float]) -> list[float]:
 
 def _described(args: argparse.Namespace, case: Case) -> str:
     return (
-        f"{case.blocks:,} blocks of {size(case.block_bytes)} ({size(case.nbytes)}), {args.route}, {case.rails}"
+        f"{case.blocks:,} block{'s' if case.blocks > 1 else ''} of {size(case.block_bytes)} ({size(case.nbytes)}),"
+        f" {args.route}, {case.rails}"
         f" rail{'s' if case.rails > 1 else ''}, {'private' if case.private else 'shared'} memory, {args.congestion}"
     )
 
