@@ -90,6 +90,15 @@ struct rc_event {
     uint32_t set;
 };
 
+/* Peers' addresses are below 2^56; what is above tells processes of one peer apart whose addresses are equal. */
+#define RC_SPACE_SHIFT 56u
+
+struct rc_list {
+    const uint64_t *sources, *destinations, *lengths;
+    uint64_t count, space; /* space: added to each destination */
+    int one_length;        /* lengths[0] is every block's */
+};
+
 struct rc_core;
 
 struct rc_submission {
@@ -214,8 +223,7 @@ int rc_use_memory(struct rc_submission *submission, const struct rc_region *regi
 void rc_leave_memory(struct rc_submission *submission);
 
 /* ---- submission.c ---- */
-struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const uint64_t *sources, const uint64_t *destinations,
-                                 const uint64_t *lengths, uint64_t count, uint64_t tag, uint64_t timeout_ns, int note,
+struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const struct rc_list *list, uint64_t tag, uint64_t timeout_ns, int note,
                                  struct rc_ready ready, struct rc_error *error);
 struct rc_submission *rc_reserve_pages(struct rc_core *core, uint32_t peer, const uint64_t *source_rows, uint64_t source_stride,
                                        const int64_t *source_pages, const uint64_t *destination_rows, uint64_t destination_stride,

@@ -66,9 +66,10 @@ class ClientCore:
     def add_remote(self, remote: int, peer: int, address: int, nbytes: int, rail: int, owner: int, window_bytes: int) -> None: ...
     def remove_remote(self, remote: int) -> None:
         """SubmitError("busy") while a transfer writes to it."""
-    def reserve(self, peer: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], *,
+    def reserve(self, peer: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], *, space: int,
                 tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:
-        """Checks everything (regions, bounds, zero lengths, overlapping destinations) and prepares; publish() begins."""
+        """Checks everything (regions, bounds, zero lengths, overlapping destinations) and prepares; publish() begins. One length
+        may stand for all. ``space`` is added to each destination, which is below 2**56."""
     def reserve_pages(self, peer: int, source_rows: npt.NDArray[np.uint64], source_stride: int, source_pages: npt.NDArray[np.int64],
                       destination_rows: npt.NDArray[np.uint64], destination_stride: int, destination_pages: npt.NDArray[np.int64],
                       piece_bytes: int, *, tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:

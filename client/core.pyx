@@ -28,6 +28,12 @@ cdef extern from "client_core.h" nogil:
         int (*query)(void *)
         void (*release)(void *)
         void *argument
+    struct rc_list:
+        const uint64_t *sources
+        const uint64_t *destinations
+        const uint64_t *lengths
+        uint64_t count, space
+        int one_length
     struct rc_remote:
         uint64_t address, bytes
         uint32_t index, peer, rail, owner, window_bytes, users
@@ -56,8 +62,8 @@ cdef extern from "client_core.h" nogil:
     int rc_add_peer(rc_core *, uint32_t peer, const uint8_t *local_rails, uint32_t count)
     int rc_add_remote(rc_core *, rc_remote remote)
     int rc_remove_remote(rc_core *, uint32_t index)
-    rc_submission *rc_reserve(rc_core *, uint32_t peer, const uint64_t *sources, const uint64_t *destinations, const uint64_t *lengths,
-                              uint64_t count, uint64_t tag, uint64_t timeout_ns, int note, rc_ready ready, rc_error *error)
+    rc_submission *rc_reserve(rc_core *, uint32_t peer, const rc_list *blocks, uint64_t tag, uint64_t timeout_ns, int note, rc_ready ready,
+                              rc_error *error)
     rc_submission *rc_reserve_pages(rc_core *, uint32_t peer, const uint64_t *source_rows, uint64_t source_stride,
                                     const int64_t *source_pages, const uint64_t *destination_rows, uint64_t destination_stride,
                                     const int64_t *destination_pages, uint32_t row_count, uint32_t page_count, uint64_t piece_bytes,
@@ -335,23 +341,25 @@ cdef class ClientCore:
         return submission
 
     def reserve(self, uint32_t peer, const uint64_t[::1] sources, const uint64_t[::1] destinations, const uint64_t[::1] lengths, *,
-                uint64_t tag, uint64_t timeout_ns, bint note, HostEvent ready):
+                uint64_t space, uint64_t tag, uint64_t timeout_ns, bint note, HostEvent ready):
         self.here()
         cdef rc_error error
         cdef rc_submission *at
         cdef rc_ready when
-        cdef uint64_t count = sources.shape[0]
-        if destinations.shape[0] != sources.shape[0] or lengths.shape[0] != sources.shape[0]:
+        cdef rc_list blocks
+        if destinations.shape[0] != sources.shape[0] or lengths.shape[0] not in (1, sources.shape[0]):
             raise SubmitError("bad_length", f"{sources.shape[0]} sources, {destinations.shape[0]} destinations, {lengths.shape[0]} lengths")
-        if count == 0:
+        if sources.shape[0] == 0:
             raise SubmitError("bad_length", "a transfer needs at least one block")
+        blocks.sources, blocks.destinations, blocks.lengths = &sources[0], &destinations[0], &lengths[0]
+        blocks.count, blocks.space, blocks.one_length = sources.shape[0], space, lengths.shape[0] == 1
         when.query = NULL
         when.release = NULL
         when.argument = NULL
         if ready is not None:
             when = rc_event_ready(ready.event)
         with nogil:
-            at = rc_reserve(self.core, peer, &sources[0], &destinations[0], &lengths[0], count, tag, timeout_ns, note, when, &error)
+            at = rc_reserve(self.core, peer, &blocks, tag, timeout_ns, note, when, &error)
         return self.wrap(at, &error)
 
     def reserve_pages(self, uint32_t peer, const uint64_t[::1] source_rows, uint64_t source_stride, const int64_t[::1] source_pages,

@@ -492,6 +492,7 @@ void *rc_feeder_main(void *argument)
         if (!round_of_parts(&f) && !rr_load_acquire_u32(&core->stop)) {
             rr_store_relaxed_u64(&core->control->heartbeat_ns, now);
             core->counters.feeder_sleeps++;
+            if (!f.first && !f.exclusive) rr_store_relaxed_u32(&core->control->feeder_sleeping, RR_SLEEPING_IDLE);
             if (f.next_look_ns > now) rr_futex_wait(&core->control->feeder_wake, seen, f.next_look_ns - now);
             core->counters.feeder_wakes++;
         }

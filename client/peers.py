@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from railrelay.client import core, protocol
 from railrelay.client.connection import LOCAL_TIMEOUT_S
-from railrelay.client.errors import ArgumentError, Busy, ErrorCode, PeerError, RegionError, RelayError
+from railrelay.client.errors import ArgumentError, Busy, ErrorCode, PeerError, RegionError, RelayError, error
 from railrelay.client.layout import PageLayout, addresses, page_numbers
 from railrelay.client.regions import RemoteRegion, decode_offer
 from railrelay.client.transfer import Transfer, core_errors, nanoseconds, tag_of
@@ -175,21 +175,21 @@ class Peer:
         Raises ArgumentError (names the block), PeerError, DaemonGone. The first call to a rail leases its lane."""
         source = addresses(sources, "sources")
         destination = addresses(destinations, "destinations")
-        length = np.asarray(lengths)
-        length = addresses(length if length.ndim else np.full(len(source), length), "lengths")
-        if not len(source) == len(destination) == len(length):
+        every = np.ndim(lengths) == 0
+        length = addresses([lengths] if every else lengths, "lengths")
+        if len(source) != len(destination) or not (every or len(length) == len(source)):
             raise ArgumentError(
                 ErrorCode.BAD_ARGUMENT,
                 f"{len(source)} sources, {len(destination)} destinations, {len(length)} lengths; expected equal",
             )
-        _check_space(destination, 0)
         tag, timeout_ns, remote = self._prepare(tag, timeout, notify, within)
         return self._submit(
             lambda: self._client.core.reserve(
                 self.index,
                 source,
-                destination + np.uint64(remote.space) if remote.space else destination,
+                destination,
                 length,
+                space=remote.space,
                 tag=tag,
                 timeout_ns=timeout_ns,
                 note=notify is not None,
@@ -277,26 +277,31 @@ class Peer:
             text = f"notify has {len(notify)} bytes; at most {protocol.NOTE_BYTES}"
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
         self._check_up()
-        remotes = self.regions if within is None else [within]
+        if within is None:
+            within = self._only_process()
+        elif within.peer is not self or not self._client.remotes.is_open(within):
+            raise ArgumentError(ErrorCode.BAD_REGION, f"{within} is not open at {self.session}")
+        return tag_of(tag), nanoseconds(timeout), within
+
+    def _only_process(self) -> RemoteRegion:
+        """Some region of the one process whose regions are open."""
+        remotes = self.regions
         owners = {remote.owner for remote in remotes}
         if len(owners) > 1:
             raise ArgumentError(
                 ErrorCode.BAD_ARGUMENT,
                 f"regions of {len(owners)} processes of {self.session} are open; say by within= which process is meant",
             )
-        if within is not None and (within.peer is not self or not self._client.remotes.is_open(within)):
-            raise ArgumentError(ErrorCode.BAD_REGION, f"{within} is not open at {self.session}")
         if not remotes:
             text = f"no region of {self.session} is open; open() an offer of it first"
             raise ArgumentError(ErrorCode.BAD_REGION, text)
-        return tag_of(tag), nanoseconds(timeout), remotes[0]
+        return remotes[0]
 
     def _submit(
         self, reserve: Callable[[], core.Submission], tag: int, notify: bytes | None, remote: RemoteRegion
     ) -> Transfer:
         client, connection = self._client, self._client.connection
-        with core_errors():
-            submission = self._reserve(reserve)
+        submission = self._reserve(reserve)
         if notify is not None:
             note = protocol.Note(
                 connection.new_id(), submission.index, submission.generation, remote.index, tag, notify
@@ -307,8 +312,7 @@ class Peer:
                 submission.cancel()
                 raise
         submission.publish()
-        what = f"transfer {submission.index} (tag {tag:#x}) to {self.session}"
-        return Transfer(submission, connection, client.completions, what)
+        return Transfer(submission, connection, client.completions, tag, self.session)
 
     def _reserve(self, reserve: Callable[[], core.Submission]) -> core.Submission:
         while True:
@@ -316,7 +320,7 @@ class Peer:
                 return reserve()
             except core.SubmitError as failure:
                 if failure.code != ErrorCode.NO_LANE:
-                    raise
+                    raise error(failure.code, str(failure)) from None
                 self._client.lease_lane(failure.rail)
 
     def _check_up(self) -> None:

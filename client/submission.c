@@ -133,10 +133,11 @@ static struct rc_submission *begin(struct rc_core *core, uint32_t peer, uint64_t
 typedef unsigned long long ull;
 
 /* Resolves, checks and copies a list of blocks. Holding tables. */
-static int take_blocks(struct rc_submission *s, const uint64_t *sources, const uint64_t *destinations, const uint64_t *lengths, uint64_t count,
-                       struct rc_error *error)
+static int take_blocks(struct rc_submission *s, const struct rc_list *list, struct rc_error *error)
 {
     struct rc_core *core = s->core;
+    const uint64_t *sources = list->sources;
+    uint64_t count = list->count;
     struct way ways[WAYS_MAX];
     uint32_t way_count = 0, way = 0;
     uint64_t *way_blocks = calloc(WAYS_MAX, sizeof *way_blocks);
@@ -151,20 +152,25 @@ static int take_blocks(struct rc_submission *s, const uint64_t *sources, const u
     }
     int status = 0;
     for (uint64_t i = 0; i < count && !status; i++) {
-        uint64_t length = lengths[i];
+        uint64_t length = list->lengths[list->one_length ? 0 : i], destination = list->destinations[i] + list->space;
         if (length == 0 || length >> 63) {
             status = rc_fail(error, "bad_length", "block %llu: length %lld, must be at least 1", (ull)i, (long long)length);
             break;
         }
+        if (list->destinations[i] >> RC_SPACE_SHIFT) {
+            status = rc_fail(error, "bad_address", "block %llu: destination %#llx, must be below 2^%u", (ull)i, (ull)list->destinations[i],
+                             RC_SPACE_SHIFT);
+            break;
+        }
         const struct rc_region *from = rc_find_region(core, sources[i], region);
-        const struct rc_remote *to = rc_find_remote(core, s->peer, destinations[i], remote);
+        const struct rc_remote *to = rc_find_remote(core, s->peer, destination, remote);
         if (!from) {
             status = rc_fail(error, "bad_region", "block %llu: source %#llx is in no registered region; register it first", (ull)i, (ull)sources[i]);
             break;
         }
         if (!to) {
             status = rc_fail(error, "bad_region", "block %llu: destination %#llx is in no region opened at this peer; open its offer first", (ull)i,
-                          (ull)destinations[i]);
+                          (ull)list->destinations[i]);
             break;
         }
         if (length > from->bytes - (sources[i] - from->address)) {
@@ -172,9 +178,9 @@ static int take_blocks(struct rc_submission *s, const uint64_t *sources, const u
                           (ull)sources[i], (ull)length, (ull)(length - (from->bytes - (sources[i] - from->address))));
             break;
         }
-        if (length > to->bytes - (destinations[i] - to->address)) {
+        if (length > to->bytes - (destination - to->address)) {
             status = rc_fail(error, "out_of_bounds", "block %llu: destination %#llx + %llu bytes passes the end of its region by %llu", (ull)i,
-                          (ull)destinations[i], (ull)length, (ull)(length - (to->bytes - (destinations[i] - to->address))));
+                          (ull)list->destinations[i], (ull)length, (ull)(length - (to->bytes - (destination - to->address))));
             break;
         }
         if (from != region || to != remote) {
@@ -192,17 +198,17 @@ static int take_blocks(struct rc_submission *s, const uint64_t *sources, const u
         if (status) break;
         if (way_of_block) way_of_block[i] = (uint8_t)way;
         way_blocks[way]++;
-        s->blocks[i] = (struct rc_block){sources[i], destinations[i] - to->address, length, from->index, to->index};
+        s->blocks[i] = (struct rc_block){sources[i], destination - to->address, length, from->index, to->index};
         s->bytes += length;
-        rc_overlap_see(&overlap, destinations[i], length);
+        rc_overlap_see(&overlap, destination, length);
     }
     if (!status) {
         if (rc_overlap_begin(&overlap, count)) status = rc_fail(error, "no_memory", "no memory to check destinations");
         uint64_t i = 0, where = 0;
         for (; i < count && !status; i++)
-            if (rc_overlap_add(&overlap, destinations[i], lengths[i]))
+            if (rc_overlap_add(&overlap, list->destinations[i] + list->space, s->blocks[i].length))
                 status = rc_fail(error, "overlap", "block %llu: destination %#llx + %llu bytes overlaps another block of the same transfer", (ull)i,
-                              (ull)destinations[i], (ull)lengths[i]);
+                              (ull)list->destinations[i], (ull)s->blocks[i].length);
         if (rc_overlap_end(&overlap, &where) && !status)
             status = rc_fail(error, "overlap", "destinations overlap at %#llx", (ull)where);
     }
@@ -233,11 +239,10 @@ static int take_blocks(struct rc_submission *s, const uint64_t *sources, const u
     return status;
 }
 
-struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const uint64_t *sources, const uint64_t *destinations,
-                                 const uint64_t *lengths, uint64_t count, uint64_t tag, uint64_t timeout_ns, int note,
+struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const struct rc_list *list, uint64_t tag, uint64_t timeout_ns, int note,
                                  struct rc_ready ready, struct rc_error *error)
 {
-    if (count == 0) {
+    if (list->count == 0) {
         rc_fail(error, "bad_length", "a transfer needs at least one block");
         if (ready.release) ready.release(ready.argument);
         return NULL;
@@ -245,7 +250,7 @@ struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const uint
     struct rc_submission *s = begin(core, peer, tag, timeout_ns, note, ready, error);
     if (!s) return NULL;
     pthread_rwlock_rdlock(&core->tables);
-    int status = take_blocks(s, sources, destinations, lengths, count, error);
+    int status = take_blocks(s, list, error);
     pthread_rwlock_unlock(&core->tables);
     if (status || take_entry(core, s, error)) {
         rc_leave_memory(s);

@@ -114,12 +114,13 @@ class Transfer:
     Transfers complete in any order. Any number of threads and loops may wait."""
 
     def __init__(
-        self, submission: core.Submission, connection: Connection, completions: Completions, what: str
+        self, submission: core.Submission, connection: Connection, completions: Completions, tag: int, session: str
     ) -> None:
         self._submission = submission
         self._connection = connection
         self._completions = completions
-        self._what = what
+        self._tag = tag
+        self._session = session
 
     @property
     def done(self) -> bool:
@@ -203,6 +204,10 @@ class Transfer:
                 if refusal.code == ErrorCode.CLOSED:
                     raise self._unsettled(why) from None
             submission.wait_settled(nanoseconds(min(0.1, left)))
+
+    @property
+    def _what(self) -> str:
+        return f"transfer {self._submission.index} (tag {self._tag:#x}) to {self._session}"
 
     def _own(self) -> core.Submission:
         self._connection.check_process()

@@ -4,7 +4,13 @@
 
 static uint64_t word_of(uint32_t generation, uint32_t remaining) { return (uint64_t)generation << 32 | remaining; }
 
-void rr_wake_feeder(struct rr_client *client) { rr_count_wake(&client->control->feeder_wake, &client->control->feeder_sleeping); }
+void rr_wake_feeder(struct rr_client *client)
+{
+    rr_full_barrier();
+    if (rr_load_relaxed_u32(&client->control->feeder_sleeping) != RR_SLEEPING) return;
+    rr_fetch_add_u32(&client->control->feeder_wake, 1);
+    rr_futex_wake(&client->control->feeder_wake, INT_MAX);
+}
 
 static int live(uint32_t remaining) { return remaining != 0 && remaining != RR_COMPLETION_ENDING; }
 
@@ -86,6 +92,7 @@ static void finish(struct rr_client *client, uint32_t transfer, uint32_t generat
     rr_store_release_u32(&shared->settled, generation);
     rr_store_release_u32(&shared->done, generation); /* SYNC done */
     wake_waiters(client, shared);
+    if (rail < 0) rr_wake_feeder(client); /* a rail does it after each slice */
     if (rail >= 0) rr_count(&client->plane->rails[rail], result ? RR_RAIL_TRANSFERS_FAILED : RR_RAIL_TRANSFERS_DONE, 1);
     if (watched) rr_event_push(client->plane, RR_EVENT_TRANSFER_ENDED, rail, client->number, transfer, generation, result, 0);
 }

@@ -20,9 +20,12 @@ static inline uint64_t rr_now_ns(void)
     return (uint64_t)t.tv_sec * 1000000000ull + (uint64_t)t.tv_nsec;
 }
 
+#define RR_SLEEPING 1u
+#define RR_SLEEPING_IDLE 2u /* a feeder without anything to feed: only its own process has a reason to wake it */
+
 static inline void rr_sleep_arm(uint32_t *sleeping)
 {
-    rr_store_relaxed_u32(sleeping, 1);
+    rr_store_relaxed_u32(sleeping, RR_SLEEPING);
     rr_full_barrier();
 }
 
