@@ -78,6 +78,7 @@ class Client:
         self._closing = threading.Lock()
         self.closed = False
         self._peers: dict[str, Peer] = {}
+        self.held_regions: dict[int, Region] = {}  # what the C threads may read or write stays, whoever drops it
         self._kicks: list[int] = []
         self.rank = rank
         self.draining = ""  # what a daemon that is going down said
@@ -217,6 +218,7 @@ class Client:
             self.connection.close()
             self._wake_all()
             self.core.close()
+            self.held_regions.clear()
             close_all(self._kicks)
 
     def __enter__(self) -> Client:
@@ -264,7 +266,9 @@ class Client:
                 raise
             finally:
                 close_all(fds)
-            return Region(self, reply.region, address, nbytes, reply.rail, reply.capability, keep)
+            region = Region(self, reply.region, address, nbytes, reply.rail, reply.capability, keep)
+            self.held_regions[reply.region] = region
+            return region
 
         region: Region = self.connection.ask_then(request, protocol.Registered, registered, LOCAL_TIMEOUT_S, fd)
         return region

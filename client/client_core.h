@@ -140,7 +140,9 @@ struct rc_ring {
     uint32_t next_table;
     uint64_t ramp_bytes;
     uint64_t completed_seen;
-    uint8_t destination_of[RR_MAX_RING_SLICES]; /* by position modulo ring slices: a bucket of `held` */
+    uint16_t tickets[RR_MAX_RING_SLICES]; /* free ones: the credit */
+    uint32_t ticket_count;
+    uint16_t destination_of[RR_MAX_RING_SLICES]; /* by ticket: a bucket of `held`, RC_DESTINATIONS if not under way */
     uint16_t held[RC_DESTINATIONS];             /* slices under way */
 };
 

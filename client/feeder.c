@@ -189,17 +189,20 @@ static uint64_t ring_credit(struct rc_ring *ring)
     uint64_t completed = rr_load_acquire_u64(&ring->producer.ring->completed); /* SYNC ended */
     if (completed - ring->completed_seen > produced - ring->completed_seen) completed = ring->completed_seen;
     for (; ring->completed_seen != completed; ring->completed_seen++) {
-        uint32_t position = rr_load_relaxed_u32(&ring->producer.ring->ended[ring->completed_seen % RR_MAX_RING_SLICES]);
-        if (position < capacity && ring->held[ring->destination_of[position]]) ring->held[ring->destination_of[position]]--;
+        uint32_t ticket = rr_load_relaxed_u32(&ring->producer.ring->ended[ring->completed_seen % RR_MAX_RING_SLICES]);
+        if (ticket >= capacity || ring->destination_of[ticket] == RC_DESTINATIONS) continue;
+        ring->held[ring->destination_of[ticket]]--;
+        ring->destination_of[ticket] = RC_DESTINATIONS;
+        ring->tickets[ring->ticket_count++] = (uint16_t)ticket;
     }
-    uint64_t credit = capacity - (produced - completed);
-    return rr_ring_free(&ring->producer, 1) ? credit : 0;
+    return rr_ring_free(&ring->producer, 1) ? ring->ticket_count : 0;
 }
 
 /* Holding the ring's lock and with credit. */
-static void push(struct rc_ring *ring, const struct rr_slice *slice, uint32_t bucket)
+static void push(struct rc_ring *ring, struct rr_slice *slice, uint32_t bucket)
 {
-    ring->destination_of[ring->producer.produced & ring->producer.mask] = (uint8_t)bucket;
+    slice->ticket = ring->tickets[--ring->ticket_count];
+    ring->destination_of[slice->ticket] = (uint16_t)bucket;
     ring->held[bucket]++;
     rr_ring_push(&ring->producer, slice, 1);
 }

@@ -94,7 +94,7 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
     struct rr_bounce_frame *bounce_frames = area(core->segment, RR_AREA_BOUNCE_HEADS);
     struct rr_run *bounce_runs = area(core->segment, RR_AREA_BOUNCE_RUNS);
     if (!core->rails || !core->control || !core->transfers || !core->slot_heads || !core->slot_tables || !rings || !ring_slices ||
-        !ring_tables || !bounces || !bounce_frames || !bounce_runs || core->rail_count == 0 || core->rail_count > RR_MAX_RAILS ||
+        !ring_tables || !bounces || !bounce_frames || !bounce_runs || core->rail_count == 0 || core->rail_count > RR_MAX_RAILS || core->facts.ring_slices > RR_MAX_RING_SLICES ||
         kick_count < core->rail_count || own_rail >= core->rail_count) {
         rc_fail(error, "abi", "the daemon's segment lacks an area or a rail (rails %u, kicks %u, own rail %u)", core->rail_count, kick_count, own_rail);
         goto broken;
@@ -106,6 +106,11 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
         ring->producer.ring = &rings[i];
         ring->producer.slices = ring_slices + (size_t)i * core->facts.ring_slices;
         ring->producer.mask = core->facts.ring_slices - 1;
+        ring->ticket_count = core->facts.ring_slices;
+        for (uint32_t t = 0; t < ring->ticket_count; t++) {
+            ring->tickets[t] = (uint16_t)t;
+            ring->destination_of[t] = RC_DESTINATIONS;
+        }
         ring->tables = ring_tables + (size_t)i * core->facts.ring_tables * core->facts.table_entries;
         ring->table_position = calloc(core->facts.ring_tables, sizeof *ring->table_position);
         core->kick_fds[i] = dup(kick_fds[i]);

@@ -116,6 +116,7 @@ class Region:
                 raise
         self._registered = False
         self._keep = None
+        self._client.held_regions.pop(self.index, None)
 
     def __repr__(self) -> str:
         return f"Region({self.address:#x} +{self.nbytes}, rail {self.rail})"

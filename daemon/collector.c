@@ -49,20 +49,6 @@ void rr_source_free(struct rr_source *source)
     source->free = NULL;
 }
 
-static void load_block(struct rr_block *out, const struct rr_block *shared)
-{
-    const uint64_t *from = (const uint64_t *)shared;
-    uint64_t *to = (uint64_t *)out;
-    for (unsigned i = 0; i < sizeof *out / 8; i++) to[i] = rr_load_relaxed_u64(from + i);
-}
-
-static void load_slice(struct rr_slice *out, const struct rr_slice *shared)
-{
-    const uint64_t *from = (const uint64_t *)shared;
-    uint64_t *to = (uint64_t *)out;
-    for (unsigned i = 0; i < sizeof *out / 8; i++) to[i] = rr_load_relaxed_u64(from + i);
-}
-
 struct builder {
     struct rr_plane *plane;
     struct rr_client *client;
@@ -150,7 +136,7 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     } else {
         for (uint32_t i = 0; i < count && result == RR_OK; i++) {
             struct rr_block block;
-            load_block(&block, table + i);
+            rr_copy_words(&block, table + i, sizeof block);
             result = add_block(&builder, &block);
         }
     }
@@ -185,7 +171,7 @@ static int collect_lane(struct rr_rail *rail, struct rr_client *client, struct r
         }
         size_t at = (size_t)rail->number * plane->slots + (uint32_t)slot;
         struct rr_slice slice;
-        load_slice(&slice, &client->slot_heads[at]);
+        rr_copy_words(&slice, &client->slot_heads[at], sizeof slice);
         struct rr_work *work = &port->lane_source.works[slot];
         if (slice.flags & RR_SLICE_VOID) rr_counter_add(&port->state->voids, 1);
         if (take_slice(rail, client, work, &slice, client->slot_tables + at * plane->table_entries,
@@ -226,7 +212,7 @@ static int collect_ring(struct rr_rail *rail, struct rr_client *client, struct r
             return (int)taken;
         }
         port->ring_source.free = work->next;
-        work->slot = (uint32_t)((port->ring.consumed + taken) & port->ring.mask);
+        work->slot = slice->ticket;
         const struct rr_block *table = client->ring_tables + ((size_t)rail->number * tables + slice->table) * plane->table_entries;
         if (slice->table >= tables || take_slice(rail, client, work, slice, table, NULL)) {
             rr_violation(rail, client, RR_PROTOCOL, slice->transfer, slice->generation, slice->table);

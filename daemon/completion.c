@@ -71,6 +71,20 @@ static void wake_waiters(struct rr_client *client, struct rr_transfer *shared)
     }
 }
 
+static void write_record(struct rr_transfer *shared, uint32_t result, uint64_t bytes)
+{
+    rr_store_relaxed_u32(&shared->result, result);
+    rr_store_relaxed_u64(&shared->bytes, bytes);
+    rr_store_relaxed_u64(&shared->done_ns, rr_now_ns());
+}
+
+static int claim(struct rr_context *context, uint64_t *seen, uint32_t generation, enum rr_record_state state)
+{
+    return rr_compare_exchange_u64(&context->record, seen, word_of(generation, state));
+}
+
+/* The last slice has ended. Exactly one of this and rr_transfer_report_unsettled writes the record and `done`, and
+ * whoever comes second of the two writes `settled`: after that the client may use the entry again. */
 static void finish(struct rr_client *client, uint32_t transfer, uint32_t generation, int rail)
 {
     struct rr_context *context = &client->contexts[transfer];
@@ -78,22 +92,24 @@ static void finish(struct rr_client *client, uint32_t transfer, uint32_t generat
     uint32_t result = fault_of(context, generation);
     uint64_t bytes = rr_load_relaxed_u64(&context->bytes);
     uint32_t watched = rr_load_relaxed_u32(&context->watched) == generation;
-    uint32_t reported = rr_load_relaxed_u32(&context->reported) == generation;
     if (result == RR_OK && rr_load_relaxed_u32(&shared->cancel) == generation)
         result = rr_load_relaxed_u32(&shared->cancel_result) == RR_TIMED_OUT ? RR_TIMED_OUT : RR_CANCELLED;
     rr_store_relaxed_u64(&context->bytes, 0);
     /* The context is idle before the client can learn that it may use the entry again. */
     rr_store_release_u64(&context->word, word_of(generation, 0));
-    if (!reported) {
-        rr_store_relaxed_u32(&shared->result, result);
-        rr_store_relaxed_u64(&shared->bytes, bytes);
-        rr_store_relaxed_u64(&shared->done_ns, rr_now_ns());
+    uint64_t seen = rr_load_acquire_u64(&context->record);
+    while (!claim(context, &seen, generation, RR_RECORD_ENDED)) continue;
+    if (seen != word_of(generation, RR_RECORD_REPORTING)) {
+        int reported = seen == word_of(generation, RR_RECORD_REPORTED);
+        if (!reported) write_record(shared, result, bytes);
+        rr_store_release_u32(&shared->settled, generation);
+        if (!reported) rr_store_release_u32(&shared->done, generation); /* SYNC done */
+        wake_waiters(client, shared);
     }
-    rr_store_release_u32(&shared->settled, generation);
-    rr_store_release_u32(&shared->done, generation); /* SYNC done */
-    wake_waiters(client, shared);
-    if (rail < 0) rr_wake_feeder(client); /* a rail does it after each slice */
-    if (rail >= 0) rr_count(&client->plane->rails[rail], result ? RR_RAIL_TRANSFERS_FAILED : RR_RAIL_TRANSFERS_DONE, 1);
+    if (rail < 0)
+        rr_wake_feeder(client); /* a rail does it after each slice */
+    else
+        rr_count(&client->plane->rails[rail], result ? RR_RAIL_TRANSFERS_FAILED : RR_RAIL_TRANSFERS_DONE, 1);
     if (watched) rr_event_push(client->plane, RR_EVENT_TRANSFER_ENDED, rail, client->number, transfer, generation, result, 0);
 }
 
@@ -167,13 +183,12 @@ int rr_transfer_report_unsettled(struct rr_client *client, uint32_t transfer, ui
     if (transfer >= client->transfer_count) return 0;
     struct rr_context *context = &client->contexts[transfer];
     struct rr_transfer *shared = &client->transfers[transfer];
-    rr_store_relaxed_u32(&context->reported, generation);
-    rr_full_barrier();
-    if (!is_live(client, transfer, generation)) return 0;
-    rr_store_relaxed_u64(&shared->bytes, rr_load_relaxed_u64(&context->bytes));
-    rr_store_relaxed_u64(&shared->done_ns, rr_now_ns());
-    rr_store_relaxed_u32(&shared->result, RR_UNSETTLED);
+    uint64_t seen = rr_load_acquire_u64(&context->record);
+    if ((int32_t)((uint32_t)(seen >> 32) - generation) >= 0 || !claim(context, &seen, generation, RR_RECORD_REPORTING)) return 0;
+    write_record(shared, RR_UNSETTLED, rr_load_relaxed_u64(&context->bytes));
     rr_store_release_u32(&shared->done, generation); /* SYNC done */
+    seen = word_of(generation, RR_RECORD_REPORTING);
+    if (!claim(context, &seen, generation, RR_RECORD_REPORTED)) rr_store_release_u32(&shared->settled, generation);
     wake_waiters(client, shared);
     return 1;
 }

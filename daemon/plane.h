@@ -85,6 +85,9 @@ struct rr_export {
 
 /* word = generation << 32 | remaining. 0 remaining is idle; a live count starts at RR_COMPLETION_BIAS, so that it can
  * not reach zero before the final slice has said how many there are. */
+/* Of a generation that nobody claimed yet the word still names an older one. */
+enum rr_record_state { RR_RECORD_REPORTING = 1, RR_RECORD_REPORTED, RR_RECORD_ENDED };
+
 #define RR_COMPLETION_BIAS 0x40000000u
 #define RR_COMPLETION_ENDING 0xffffffffu
 
@@ -94,11 +97,11 @@ struct rr_context {
     uint64_t started_ns;
     uint64_t timeout_ns;
     uint64_t bytes;
-    uint64_t fault; /* generation << 32 | first result other than RR_OK */
+    uint64_t fault;  /* generation << 32 | first result other than RR_OK */
+    uint64_t record; /* generation << 32 | who has the record: enum rr_record_state */
     uint32_t peer;
     uint32_t note;
     uint32_t watched;  /* generation whose end is an event */
-    uint32_t reported; /* generation whose record says RR_UNSETTLED */
     uint32_t handle;   /* one of the destinations, for abort by region owner */
     uint32_t owner;
 };
@@ -137,7 +140,7 @@ struct rr_work {
     uint64_t grant;
     uint64_t parked_ns;
     uint32_t piece_count, run_count, block_count;
-    uint32_t slot; /* lane: of the slot; ring: position of the slice, modulo ring slices */
+    uint32_t slot; /* lane: of the slot; ring: ticket of the slice */
     uint32_t transfer, generation;
     uint32_t peer, remote_rail, class_, owner, window_bytes;
     uint32_t state;

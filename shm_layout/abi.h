@@ -247,10 +247,10 @@ enum rr_slice_flags {
     S(T, uint32_t, inline_length, 48, client) \
     S(T, uint32_t, inline_source_region, 52, client) \
     S(T, uint32_t, inline_remote_region, 56, client) \
-    S(T, uint32_t, reserved, 60, client)
+    S(T, uint32_t, ticket, 60, client)
 
 /* consumed: slices that the rail has copied. completed counts slices that ended, in any order; ended[] names them by
- * their position modulo the ring's slices. credit = ring slices - (produced - completed). */
+ * their ticket, a number below ring slices that no other slice under way has. credit = ring slices - (produced - completed). */
 #define RR_FIELDS_ring(S, A, T) \
     S(T, uint64_t, produced, 0, client) \
     A(T, uint64_t, reserved0, 15, 8, client) \

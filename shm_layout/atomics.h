@@ -15,6 +15,14 @@ static inline void rr_store_release_u32(uint32_t *word, uint32_t value) { __atom
 static inline void rr_store_relaxed_u64(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 static inline void rr_store_relaxed_u32(uint32_t *word, uint32_t value) { __atomic_store_n(word, value, __ATOMIC_RELAXED); }
 
+/* Copies words that another process may be writing, each of them once. bytes: a multiple of 8. */
+typedef uint64_t __attribute__((may_alias)) rr_word;
+static inline void rr_copy_words(void *to, const void *from, unsigned bytes)
+{
+#pragma GCC unroll 8
+    for (unsigned i = 0; i < bytes / 8; i++) ((rr_word *)to)[i] = __atomic_load_n((const rr_word *)from + i, __ATOMIC_RELAXED);
+}
+
 static inline void *rr_load_acquire_pointer(void *const *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 static inline void rr_store_release_pointer(void **word, void *value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 

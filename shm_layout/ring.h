@@ -68,11 +68,7 @@ static inline int64_t rr_ring_peek(struct rr_ring_consumer *c, struct rr_slice *
     int64_t available = rr_ring_available(c);
     if (available <= 0) return available;
     if (available < (int64_t)max) max = (uint32_t)available;
-    for (uint32_t i = 0; i < max; i++) {
-        const uint64_t *from = (const uint64_t *)(c->slices + ((c->consumed + i) & c->mask));
-        uint64_t *to = (uint64_t *)(out + i);
-        for (unsigned word = 0; word < sizeof *out / 8; word++) to[word] = rr_load_relaxed_u64(from + word);
-    }
+    for (uint32_t i = 0; i < max; i++) rr_copy_words(out + i, c->slices + ((c->consumed + i) & c->mask), sizeof *out);
     return max;
 }
 
@@ -82,10 +78,10 @@ static inline void rr_ring_release(struct rr_ring_consumer *c, uint32_t count)
     rr_store_release_u64(&c->ring->consumed, c->consumed); /* SYNC consumed */
 }
 
-/* Consumer: the slice at this position has ended; the producer learns of its credit. */
-static inline void rr_ring_end(struct rr_ring *ring, uint64_t *completed, uint32_t position)
+/* Consumer: the slice with this ticket has ended; the producer learns of its credit. */
+static inline void rr_ring_end(struct rr_ring *ring, uint64_t *completed, uint32_t ticket)
 {
-    rr_store_relaxed_u32(&ring->ended[*completed % RR_MAX_RING_SLICES], position);
+    rr_store_relaxed_u32(&ring->ended[*completed % RR_MAX_RING_SLICES], ticket);
     ++*completed;
     rr_store_release_u64(&ring->completed, *completed); /* SYNC ended */
 }

@@ -1,6 +1,6 @@
 /* Sleep and wake. The sleeper: raise the flag, full barrier, look again, sleep, lower the flag. The waker: publish,
- * full barrier, look at the flag, wake. Rail threads sleep in epoll and are woken by an eventfd; client threads
- * sleep on futexes in their own segment. */
+ * full barrier, look at the flag, wake. Rail threads sleep in epoll and are woken by an eventfd; client threads sleep on
+ * futex counts in their own segment, which they read before they raise the flag. */
 #ifndef RAILRELAY_SLEEP_H
 #define RAILRELAY_SLEEP_H
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-
 from helpers import leaks
+from helpers import shim as shims
 from helpers.engines import Engines
 from helpers.nodes import Nodes
 
@@ -57,6 +58,12 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     nodes = Nodes(tmp_path)
     yield nodes
     nodes.close()
+
+
+@pytest.fixture(scope="session")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """ring.h and lane.h, compiled for Python."""
+    return shims.build(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-
 from helpers.processes import TESTS
+
 from railrelay.client import errors
 
 ROOT: Final = TESTS.parent

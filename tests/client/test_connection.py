@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import processes
 
 from railrelay.client import protocol
 from railrelay.client.connection import Connection
@@ -204,16 +205,13 @@ time.sleep(60)
 
 
 def test_a_forked_child_is_told_to_connect_itself(daemon: Daemon, connection: Connection) -> None:
-    child = os.fork()
-    if not child:
-        try:
+    def use() -> None:
+        with pytest.raises(RelayError) as failure:
             connection.check()
-            status = 1
-        except RelayError as failure:
-            status = 0 if failure.code is ErrorCode.FORKED else 2
+        assert failure.value.code is ErrorCode.FORKED
         connection.close()
-        os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    assert processes.exit_code(processes.fork(use)) == 0
     request = unregister(connection)
     thread = answering(daemon, protocol.Done(request.id))  # the child's close() has not ended the session
     connection.ask(request, protocol.Done)
@@ -221,15 +219,12 @@ def test_a_forked_child_is_told_to_connect_itself(daemon: Daemon, connection: Co
 
 
 def test_close_ends_the_session_though_a_child_keeps_the_socket(daemon: Daemon, connection: Connection) -> None:
-    child = os.fork()
-    if not child:
-        time.sleep(CHILD_SECONDS)
-        os._exit(0)
+    child = processes.fork(lambda: time.sleep(CHILD_SECONDS))
     connection.close()
     connection.close()
     assert daemon.socket.recv(1) == b""
     os.kill(child, 9)
-    os.waitpid(child, 0)
+    assert processes.exit_code(child) == -9
     with pytest.raises(RelayError, match="this Client is closed"):
         connection.ask(unregister(connection), protocol.Done)
 

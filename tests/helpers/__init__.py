@@ -1,1 +1,1 @@
-"""What tests share. Imported as ``helpers...`` (pytest's pythonpath is tests/), also by the processes that tests start."""
+"""What tests share. Imported as ``helpers``, as pytest's pythonpath is tests/; also by processes that tests start."""

@@ -1,5 +1,5 @@
-"""The child's side of helpers.engines: an engine process that obeys. One JSON request a line on stdin, one answer a line
-on stdout. Run as ``python -m helpers.engine_process``."""
+"""The child's side of helpers.engines: an engine process that obeys. One JSON request a line on stdin, one answer a
+line on stdout. Run as ``python -m helpers.engine_process``."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -78,10 +79,8 @@ def _is_foreign(name: str) -> bool:
     numbers = re.findall(r"\d+", instance)
     if own in numbers:
         return False
-    try:
+    with contextlib.suppress(OSError):
         numbers += (SHM / f"{PREFIX}{instance}.lock").read_text().split()
-    except OSError:
-        pass
     return any(processes.alive(int(number)) and not _is_ours(int(number)) for number in numbers)
 
 

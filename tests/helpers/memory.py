@@ -25,6 +25,10 @@ class Memory:
     def address(self) -> int:
         return self.owner.address
 
+    @property
+    def region(self) -> Region:
+        return self.owner.region if isinstance(self.owner, Buffer) else self.owner
+
     def offer(self) -> bytes:
         return self.owner.offer()
 
@@ -48,6 +52,8 @@ class Link:
     remote: RemoteRegion
 
 
-def link(sender: Client, receiver: Client, nbytes: int, *, source: Kind = "shared", destination: Kind = "shared") -> Link:
+def link(
+    sender: Client, receiver: Client, nbytes: int, *, source: Kind = "shared", destination: Kind = "shared"
+) -> Link:
     taken, put = make(sender, nbytes, source), make(receiver, nbytes, destination)
     return Link(sender, receiver, taken, put, sender.open(put.offer()))

@@ -164,6 +164,7 @@ class Nodes:
 
     directory: Path
     limit_s: int = processes.LIMIT_S
+    environment: dict[str, str] = field(default_factory=dict)  # more of it, for daemons
     started: list[Node] = field(default_factory=list)
     tolerated: list[str] = field(default_factory=list)  # what logs may say in spite of the rules of check()
 
@@ -241,8 +242,7 @@ class Nodes:
         bad = [
             line
             for line in node.log.splitlines()
-            if ("Traceback" in line or "ERROR internal:" in line)
-            and not any(known in line for known in self.tolerated)
+            if ("Traceback" in line or "ERROR internal:" in line) and not any(known in line for known in self.tolerated)
         ]
         if bad:
             yield f"daemon {node.instance} logged {bad}"
@@ -269,6 +269,7 @@ class Nodes:
                 limit_s=self.limit_s,
                 pass_fds=[told],
                 prefix=prefix,
+                environment=self.environment,
             )
         finally:
             os.close(told)

@@ -25,9 +25,8 @@ def arrived(source: Bytes, destination: Bytes, blocks: int, block_bytes: int, se
     """Whether order(blocks, block_bytes, seed) has been carried out."""
     taken, put = (offsets // np.uint64(block_bytes) for offsets in order(blocks, block_bytes, seed))
     size = blocks * block_bytes
-    return bool(
-        (source[:size].reshape(blocks, block_bytes)[taken] == destination[:size].reshape(blocks, block_bytes)[put]).all()
-    )
+    old, new = (array[:size].reshape(blocks, block_bytes) for array in (source, destination))
+    return bool((old[taken] == new[put]).all())
 
 
 def mixed(

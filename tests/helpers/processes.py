@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
+
+Process = subprocess.Popen[str]
 
 LIMIT_S: Final = 120
 TESTS: Final = Path(__file__).resolve().parent.parent
@@ -30,10 +33,11 @@ def start(
     pass_fds: Sequence[int] = (),
     pipes: bool = False,
     prefix: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     """Starts ``python arguments`` with helpers importable. What it says goes to ``log``; with ``pipes`` its stdin and
     stdout are pipes. ``prefix``: a command that runs it, such as unshare."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"}
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"}
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(limit_s)]
     command = [*launcher, sys.executable, *arguments]
     with log.open("ab") as output:
@@ -43,7 +47,7 @@ def start(
             stdout=subprocess.PIPE if pipes else output,
             stderr=output,
             pass_fds=pass_fds,
-            env=environment,
+            env=variables,
             text=True,
         )
 
@@ -60,10 +64,8 @@ def end(process: subprocess.Popen[str]) -> int:
 
 def _close(pipe: IO[str] | None) -> None:
     if pipe is not None:
-        try:
+        with contextlib.suppress(BrokenPipeError):
             pipe.close()
-        except BrokenPipeError:
-            pass
 
 
 def children(pid: int) -> list[int]:

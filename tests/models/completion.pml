@@ -33,7 +33,7 @@ byte done, settled, bytes;
 mtype result;
 bool waiting;
 
-bool asleep, hostile, client_ended;
+bool asleep, hostile, alone, client_ended;
 /* what must have been told: by generation */
 bool failed[GENERATIONS + 1], reported[GENERATIONS + 1];
 byte unfinished;
@@ -57,8 +57,8 @@ proctype client()
     :: else ->
         atomic {
             if
-            :: total = (hostile -> MOST - generation : MOST)
-            :: generation == 1 && !hostile -> total = 1
+            :: total = (alone -> MOST : MOST - generation)
+            :: generation == 1 && alone -> total = 1
             fi;
             unfinished = total
         };
@@ -118,6 +118,12 @@ proctype reporter()
     :: generation = 1
     :: generation = 2
     fi;
+    atomic {
+        if
+        :: word.generation == generation && word.remaining != 0 -> old_generation = record_generation
+        :: else -> goto end
+        fi
+    };
 #ifdef MUTATION_REPORT_WITHOUT_CLAIM
     atomic { record_generation = generation; record = REPORTED };
     if
@@ -125,12 +131,6 @@ proctype reporter()
     :: else -> goto end
     fi;
 #else
-    atomic {
-        if
-        :: word.generation == generation && word.remaining != 0 -> old_generation = record_generation
-        :: else -> goto end
-        fi
-    };
     atomic { /* compare-and-exchange; nobody who claimed this generation or a later one is overtaken */
         if
         :: old_generation < generation && record_generation == old_generation ->
@@ -347,6 +347,7 @@ init {
         run rail(2);
         run client();
         if
+        :: alone = true
         :: run reporter()
         :: hostile = true; run forger()
         fi

@@ -186,7 +186,7 @@ end_idle:
 #ifndef MUTATION_ORDER_NOT_CHECKED
             :: DISTANCE(completed_here, now_doorbell) > SLOTS || DISTANCE(completed_here, now_head) > SLOTS ||
                 DISTANCE(completed_here, now_doorbell) > DISTANCE(completed_here, now_head) ||
-                DISTANCE(START, now_doorbell) < DISTANCE(START, doorbell_seen) -> violated = true
+                DISTANCE(completed_here, now_doorbell) < DISTANCE(completed_here, doorbell_seen) -> violated = true
 #endif
             :: else -> doorbell_seen = now_doorbell; head_seen = now_head
             fi;

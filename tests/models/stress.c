@@ -2,7 +2,7 @@
  * it against the product headers and against mutated copies). One process stands for all: threads are clients, the
  * main thread is the rail. Exits 0 if every word that arrived is the word that was sent.
  *
- *   stress ring | ring-hostile | lane | lane-hostile | sleep
+ *   stress ring | ring-ended | ring-hostile | lane | lane-hostile | sleep
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -53,11 +53,23 @@ static void start(pthread_t *thread, void *(*body)(void *), void *argument)
 #define RING_BATCH 32u
 #define RING_TOTAL 400000u
 
+#define RING_HELD 16u
+
+struct held_slice {
+    uint64_t sequence;
+    uint32_t position;
+};
+
 struct ring_pair {
     struct rr_ring_producer producer;
     struct rr_ring_consumer consumer;
+    uint64_t *tables; /* by position: the rail reads it until it ends the slice; NULL: nobody asks when slices end */
     uint32_t client;
-    uint64_t taken;
+    uint64_t completed_seen;          /* producer */
+    uint8_t under_way[RING_SLICES];   /* producer, by position */
+    uint64_t taken, completed;        /* rail */
+    struct held_slice held[RING_HELD];
+    uint32_t held_count;
 };
 
 static struct rr_slice make_slice(uint32_t client, uint64_t sequence)
@@ -69,14 +81,26 @@ static struct rr_slice make_slice(uint32_t client, uint64_t sequence)
     return slice;
 }
 
-static void make_ring(struct ring_pair *pair, uint32_t client)
+static void make_ring(struct ring_pair *pair, uint32_t client, int ends)
 {
     struct rr_ring *ring = allocate(sizeof *ring);
     struct rr_slice *slices = allocate(RING_SLICES * sizeof *slices);
     pair->producer = (struct rr_ring_producer){ring, slices, RING_SLICES - 1, 0, 0};
     pair->consumer = (struct rr_ring_consumer){ring, slices, RING_SLICES - 1, 0, 0};
+    pair->tables = ends ? allocate(RING_SLICES * sizeof *pair->tables) : NULL;
     pair->client = client;
-    pair->taken = 0;
+}
+
+static void see_ended(struct ring_pair *pair)
+{
+    struct rr_ring *ring = pair->producer.ring;
+    uint64_t completed = rr_load_acquire_u64(&ring->completed); /* SYNC ended */
+    REQUIRE(completed - pair->completed_seen <= RING_SLICES, "client %u: more ended than pushed", pair->client);
+    for (; pair->completed_seen != completed; pair->completed_seen++) {
+        uint32_t position = rr_load_relaxed_u32(&ring->ended[pair->completed_seen % RR_MAX_RING_SLICES]);
+        REQUIRE(position < RING_SLICES && pair->under_way[position], "client %u: position %u ended twice", pair->client, position);
+        pair->under_way[position] = 0;
+    }
 }
 
 static void *ring_client(void *argument)
@@ -85,23 +109,46 @@ static void *ring_client(void *argument)
     struct rr_slice batch[RING_BATCH];
     uint64_t sent = 0, random = 77 + pair->client;
     while (sent < RING_TOTAL) {
-        uint32_t count = 1 + (uint32_t)(next_random(&random) % RING_BATCH);
-        if (count > RING_TOTAL - sent) count = (uint32_t)(RING_TOTAL - sent);
-        for (uint32_t i = 0; i < count; i++) batch[i] = make_slice(pair->client, sent + i);
-        uint32_t pushed = rr_ring_push(&pair->producer, batch, count);
-        if (pushed == 0) sched_yield();
-        sent += pushed;
+        uint32_t wanted = 1 + (uint32_t)(next_random(&random) % RING_BATCH), count = 0;
+        if (pair->tables) see_ended(pair);
+        for (; count < wanted && sent + count < RING_TOTAL; count++) {
+            uint32_t position = (uint32_t)((sent + count) % RING_SLICES);
+            if (pair->under_way[position]) break;
+            if (pair->tables) {
+                pair->under_way[position] = 1;
+                pair->tables[position] = sent + count;
+            }
+            batch[count] = make_slice(pair->client, sent + count);
+        }
+        for (uint32_t done = 0; done < count;) {
+            uint32_t pushed = rr_ring_push(&pair->producer, batch + done, count - done);
+            done += pushed;
+            if (pushed == 0) sched_yield();
+        }
+        sent += count;
+        if (count == 0) sched_yield();
     }
     return NULL;
 }
 
-static int stress_ring(void)
+/* Slices end in any order. */
+static void end_one(struct ring_pair *pair, uint64_t *random)
+{
+    uint32_t at = (uint32_t)(next_random(random) % pair->held_count);
+    struct held_slice held = pair->held[at];
+    pair->held[at] = pair->held[--pair->held_count];
+    REQUIRE(pair->tables[held.position] == held.sequence, "client %u: table of slice %llu is another's", pair->client,
+            (unsigned long long)held.sequence);
+    rr_ring_end(pair->consumer.ring, &pair->completed, held.position);
+}
+
+static int run_ring(int ends)
 {
     static struct ring_pair pairs[CLIENTS];
     pthread_t threads[CLIENTS];
     struct rr_slice out[RING_BATCH];
     uint64_t random = 5, left = (uint64_t)CLIENTS * RING_TOTAL;
-    for (uint32_t client = 0; client < CLIENTS; client++) make_ring(&pairs[client], client);
+    for (uint32_t client = 0; client < CLIENTS; client++) make_ring(&pairs[client], client, ends);
     for (uint32_t client = 0; client < CLIENTS; client++) start(&threads[client], ring_client, &pairs[client]);
     while (left != 0) {
         uint64_t before = left;
@@ -113,9 +160,14 @@ static int stress_ring(void)
                 struct rr_slice expected = make_slice(client, pair->taken);
                 REQUIRE(memcmp(&out[i], &expected, sizeof expected) == 0, "client %u: slice %llu is not what was sent",
                         client, (unsigned long long)pair->taken);
+                if (pair->held_count == RING_HELD) end_one(pair, &random);
+                if (ends) pair->held[pair->held_count++] = (struct held_slice){pair->taken, (uint32_t)(pair->taken % RING_SLICES)};
                 pair->taken++;
             }
-            if (count > 0) rr_ring_release(&pair->consumer, (uint32_t)count);
+            if (count > 0)
+                rr_ring_release(&pair->consumer, (uint32_t)count);
+            else if (pair->held_count != 0)
+                end_one(pair, &random);
             left -= (uint64_t)count;
         }
         if (left == before) sched_yield();
@@ -123,6 +175,9 @@ static int stress_ring(void)
     for (uint32_t client = 0; client < CLIENTS; client++) pthread_join(threads[client], NULL);
     return 0;
 }
+
+static int stress_ring(void) { return run_ring(0); }
+static int stress_ring_ended(void) { return run_ring(1); }
 
 /* A position that is possible, nearly possible, or anything. */
 static uint64_t hostile_position(uint64_t near, uint64_t *random)
@@ -160,7 +215,7 @@ static int stress_ring_hostile(void)
     static struct ring_pair pair;
     struct rr_slice *out = allocate(RING_BATCH * sizeof *out);
     uint64_t random = 3, violations = 0, accepted = 0;
-    make_ring(&pair, 0);
+    make_ring(&pair, 0, 0);
     for (unsigned round = 0; round < 300000; round++) {
         struct rr_ring_consumer *c = &pair.consumer;
         uint64_t produced = hostile_position(c->consumed, &random);
@@ -444,11 +499,11 @@ int main(int argc, char **argv)
         const char *name;
         int (*body)(void);
     } scenarios[] = {
-        {"ring", stress_ring}, {"ring-hostile", stress_ring_hostile}, {"lane", stress_lane},
+        {"ring", stress_ring}, {"ring-ended", stress_ring_ended}, {"ring-hostile", stress_ring_hostile}, {"lane", stress_lane},
         {"lane-hostile", stress_lane_hostile}, {"sleep", stress_sleep},
     };
     for (unsigned i = 0; argc == 2 && i < sizeof scenarios / sizeof *scenarios; i++)
         if (strcmp(argv[1], scenarios[i].name) == 0) return scenarios[i].body();
-    fprintf(stderr, "usage: stress ring|ring-hostile|lane|lane-hostile|sleep\n");
+    fprintf(stderr, "usage: stress ring|ring-ended|ring-hostile|lane|lane-hostile|sleep\n");
     return 2;
 }

@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterator
 
 import pytest
-
 from helpers.abi_table import table
 from helpers.processes import TESTS
+
 from railrelay.shm_layout import abi
 
 WRITERS = {"creator", "daemon", "rail", "client", "stream", "any"}
@@ -19,8 +19,9 @@ def test_the_layout_of_this_major_version_has_not_changed() -> None:
     golden = TESTS / "golden" / f"abi-{major}.txt"
     difference = list(difflib.unified_diff(golden.read_text().splitlines(), table().splitlines(), lineterm="", n=1))
     assert not difference, (
-        "\n".join(difference) + "\nProcesses of older builds read these words. Raise RR_ABI_MAJOR, or, if no release has"
-        f" this layout yet: PYTHONPATH=tests python -m helpers.abi_table > tests/golden/abi-{major}.txt"
+        "\n".join(difference)
+        + "\nProcesses of older builds read these words. Raise RR_ABI_MAJOR, or, if no release has this layout yet:"
+        f" PYTHONPATH=tests python -m helpers.abi_table > tests/golden/abi-{major}.txt"
     )
 
 

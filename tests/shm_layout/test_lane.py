@@ -9,9 +9,9 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-
 from helpers import processes
 from helpers.shim import VIOLATION, Lane
+
 from railrelay.shm_layout import abi
 
 SLOTS = 4

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-
 from helpers import processes
 from helpers.shim import Ring
 from helpers.waiting import until
+
 from railrelay.shm_layout import abi
 
 CAPACITY = 8
@@ -234,6 +234,7 @@ def test_a_producer_that_stops_holds_up_only_its_own_ring(make: Make) -> None:
         until(lambda: processes.state(children[0]) == "T", "the first stops")
         for _ in range(2):
             found = until(lambda: rings[1].peek(64), "the second goes on")
+            assert found
             rings[1].release(len(found))
             left = rings[0].peek(64)
             assert left is not None

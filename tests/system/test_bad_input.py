@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
-
 from helpers import memory
 from helpers.memory import Link
 from helpers.nodes import Node, Nodes
+from helpers.waiting import until
+
 from railrelay.client import (
     ArgumentError,
+    Client,
     ConnectError,
     ErrorCode,
     PageLayout,
@@ -72,7 +76,9 @@ def test_a_destination_in_no_region_is_named(link: Link) -> None:
     assert f"block 1: destination {link.remote.address + (1 << 40):#x}" in failure.text
 
 
-@pytest.mark.parametrize(("end", "source", "destination"), [("source", NBYTES - 100, 0), ("destination", 0, NBYTES - 100)])
+@pytest.mark.parametrize(
+    ("end", "source", "destination"), [("source", NBYTES - 100, 0), ("destination", 0, NBYTES - 100)]
+)
 def test_a_block_past_the_end_says_by_how_much(link: Link, end: str, source: int, destination: int) -> None:
     failure = write(link, [source], [destination], [101])
     assert failure.code is ErrorCode.OUT_OF_BOUNDS
@@ -210,12 +216,27 @@ def test_registering_on_a_rail_that_is_not_there_is_refused(link: Link) -> None:
 
 def test_more_regions_than_allowed_name_the_limit(link: Link) -> None:
     regions = [link.sender.register(np.zeros(4096, np.uint8), receive=False) for _ in range(7)]
-    with pytest.raises(RegionError, match="raise limits.regions_per_client") as failure:
+    with pytest.raises(RegionError, match=r"raise limits\.regions_per_client") as failure:
         link.sender.register(np.zeros(4096, np.uint8), receive=False)
     assert failure.value.code is ErrorCode.LIMIT
     for region in regions:
         region.unregister()
     link.sender.register(np.zeros(4096, np.uint8), receive=False).unregister()
+
+
+@pytest.mark.parametrize("kind", memory.KINDS)
+def test_registered_memory_lives_on_though_nobody_holds_it(link: Link, kind: memory.Kind) -> None:
+    """Peers may write it until it is unregistered."""
+    forgotten = memory.make(link.receiver, 65536, kind)
+    watched, offer = weakref.ref(forgotten.array), forgotten.offer()
+    del forgotten
+    gc.collect()
+    remote = link.sender.open(offer)
+    link.sender.write(remote, [link.source.address], [remote.address], 65536).wait(30)
+    assert watched() is not None
+    link.receiver.close()
+    gc.collect()
+    assert watched() is None
 
 
 def test_shared_memory_of_no_size_is_refused(link: Link) -> None:
@@ -224,7 +245,6 @@ def test_shared_memory_of_no_size_is_refused(link: Link) -> None:
             link.sender.alloc(nbytes)
 
 
-@pytest.mark.xfail(run=False, reason="takes all memory of the machine")
 def test_more_shared_memory_than_there_is_is_refused(link: Link) -> None:
     with pytest.raises(RegionError, match=f"alloc of {1 << 50} bytes") as failure:
         link.sender.alloc(1 << 50)
@@ -299,8 +319,64 @@ def test_a_peer_that_speaks_something_else_is_named(link: Link) -> None:
     assert session in failures[0].text
 
 
-def test_a_rank_without_a_rail_is_refused(pair: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_rank_without_a_rail_is_refused(pair: tuple[Node, Node]) -> None:
     for rank in (-1, 1 << 20):
         with pytest.raises(ConnectError) as failure:
             pair[0].connect(rank)
         assert failure.value.code is ErrorCode.BAD_RANK
+
+
+# ---- limits ----
+
+
+def test_more_open_regions_than_the_peer_allows_name_its_limit(nodes: Nodes) -> None:
+    prefill, decode = nodes.pair(limits={"max_exports": 2})
+    with prefill.connect() as sender, decode.connect() as receiver:
+        regions = [memory.make(receiver, 4096) for _ in range(3)]
+        offers = [region.offer() for region in regions]
+        remotes = [sender.open(offer) for offer in offers[:2]]
+        with pytest.raises(RelayError, match=r"has 2 regions open;.* raise limits\.max_exports there") as failure:
+            sender.open(offers[2])
+        assert failure.value.code is ErrorCode.LIMIT
+        remotes[0].close()
+        until(lambda: opens(sender, offers[2]), "the handle is free")
+
+
+def opens(client: Client, offer: bytes) -> bool:
+    try:
+        client.open(offer)
+    except RelayError as failure:
+        assert failure.code is ErrorCode.LIMIT  # noqa: PT017
+        return False
+    return True
+
+
+def test_more_remote_regions_than_allowed_name_the_limit(nodes: Nodes) -> None:
+    node = nodes.start(limits={"remotes_per_client": 2})
+    with node.connect() as client:
+        regions = [memory.make(client, 4096) for _ in range(3)]
+        offers = [region.offer() for region in regions]
+        for offer in offers[:2]:
+            client.open(offer)
+        with pytest.raises(RelayError, match=r"raise limits\.remotes_per_client"):
+            client.open(offers[2])
+
+
+def test_more_peers_than_allowed_name_the_limit(nodes: Nodes) -> None:
+    node, other = nodes.start(limits={"max_peers": 1}), nodes.start(limits={"max_peers": 1})
+    with node.connect() as client:
+        client.peer(other.session)
+        with pytest.raises(RelayError, match=r"raise limits\.max_peers") as failure:
+            client.peer(node.session)
+        assert failure.value.code is ErrorCode.LIMIT
+        with node.connect(1) as second:
+            second.peer(other.session)
+
+
+def test_more_senders_than_the_peer_serves_name_its_limit(nodes: Nodes) -> None:
+    decode = nodes.start(limits={"max_peers": 1})
+    first, second = nodes.pair()
+    with first.connect() as one, second.connect() as two:
+        one.peer(decode.session)
+        with pytest.raises(RelayError, match=r"serves 1 senders already; raise limits\.max_peers there"):
+            two.peer(decode.session)

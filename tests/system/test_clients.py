@@ -1,4 +1,4 @@
-"""Engines that come and go: ranks, detaching, exits, forks and kills in the middle of transfers, and what stays behind."""
+"""Engines that come and go: ranks, exits, forks and kills in the middle of transfers, and what stays behind."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import threading
 
 import numpy as np
 import pytest
-
 from helpers import memory, patterns, processes
 from helpers.engines import EngineError, Engines
 from helpers.nodes import Nodes
 from helpers.waiting import until
+
 from railrelay.client import ConnectError, ErrorCode, RegionError, RelayError, TransferError
 
 pytestmark = pytest.mark.system
@@ -23,7 +23,7 @@ NBYTES = BLOCKS * BLOCK
 def test_a_rank_has_as_many_clients_as_configured(nodes: Nodes) -> None:
     node = nodes.start(limits={"clients_per_rank": 2})
     with node.connect(3) as first, node.connect(3) as second:
-        with pytest.raises(ConnectError, match="rank 3 is taken by .*clients_per_rank 2") as failure:
+        with pytest.raises(ConnectError, match=r"rank 3 is taken by .*clients_per_rank 2") as failure:
             node.connect(3)
         assert failure.value.code is ErrorCode.RANK_TAKEN
         assert "raise clients_per_rank" in str(failure.value)
@@ -250,7 +250,9 @@ def test_several_engines_of_one_rank_and_of_all_ranks_send_at_once(nodes: Nodes,
         sender.ask("memory", name="pages", nbytes=NBYTES, kind=memory.KINDS[at // 3], seed=at)
         sender.ask("open", name="there", offer=offer)
     for at, sender in enumerate(senders):
-        sender.ask("write", transfer="x", source="pages", remote="there", blocks=BLOCKS, block_bytes=BLOCK, notify=f"{at}")
+        sender.ask(
+            "write", transfer="x", source="pages", remote="there", blocks=BLOCKS, block_bytes=BLOCK, notify=f"{at}"
+        )
     for sender in senders:
         sender.ask("wait", transfer="x")
     for at in range(6):
@@ -313,7 +315,7 @@ def test_the_library_says_so_when_its_daemon_is_killed(nodes: Nodes, engines: En
         with decode.paused():
             engine.ask("write", transfer="x", source="pages", remote="there", blocks=BLOCKS, block_bytes=BLOCK)
             prefill.kill()
-            with pytest.raises(EngineError, match="do not reuse|daemon exited") as failure:
+            with pytest.raises(EngineError, match=r"do not reuse|daemon exited") as failure:
                 engine.ask("wait", transfer="x")
         assert failure.value.code == "daemon_gone"
         with pytest.raises(EngineError, match="start railrelayd again") as refusal:

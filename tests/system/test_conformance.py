@@ -8,10 +8,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-
 from helpers import memory, patterns
 from helpers.memory import KINDS, Kind, Memory
 from helpers.nodes import Node, Nodes
+
 from railrelay.client import Client, PageLayout, RemoteRegion, Result, Route
 
 pytestmark = pytest.mark.system
@@ -56,9 +56,7 @@ def path(request: pytest.FixtureRequest, pair: tuple[Node, Node]) -> Iterator[Pa
 
 
 def test_blocks_of_any_length_land_where_they_belong_and_nowhere_else(path: Path) -> None:
-    blocks = [
-        patterns.mixed(SOURCE_BYTES, DESTINATION_BYTES, LENGTHS, seed) for seed in range(len(path.destinations))
-    ]
+    blocks = [patterns.mixed(SOURCE_BYTES, DESTINATION_BYTES, LENGTHS, seed) for seed in range(len(path.destinations))]
     expected = [
         patterns.after(path.source.array, destination.array, *three)
         for destination, three in zip(path.destinations, blocks, strict=True)

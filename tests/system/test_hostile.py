@@ -1,5 +1,5 @@
-"""Clients that break the rules: whatever one writes into its own shared memory, sends, or cuts off, it ends alone, with an
-error that names it, while the transfers of others go on and stay right."""
+"""Clients that break the rules: whatever one writes into its own shared memory, sends, or cuts off, it ends alone, with
+an error that names it, while the transfers of others go on and stay right."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-
 from helpers import memory, patterns, processes
 from helpers.memory import Link
 from helpers.nodes import SHM, Node, Nodes
 from helpers.raw_client import RawClient, Refused
 from helpers.waiting import until
+
 from railrelay.client import Client, Result, TransferError, protocol
 from railrelay.client.regions import decode_offer
 from railrelay.shm_layout import abi, segment
@@ -36,8 +36,8 @@ C = abi.CONSTANTS
 
 @dataclass
 class Scene:
-    """A prefill and a decode node with a well-behaved pair of clients, and a hostile client of the prefill node that has
-    a shared region, and one of the decode node opened."""
+    """A prefill and a decode node with a well-behaved pair of clients, and a hostile client of the prefill node that
+    has a shared region, and one of the decode node opened."""
 
     prefill: Node
     decode: Node
@@ -121,7 +121,7 @@ class Scene:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
     """One pair of daemons has to survive all of these tests."""
     nodes = Nodes(tmp_path_factory.mktemp("nodes"), limit_s=400)
-    yield nodes.pair()
+    yield nodes.pair(limits={"max_peers": 512})
     nodes.close()
 
 
@@ -325,7 +325,7 @@ def test_a_client_that_scribbles_over_its_segment_harms_no_other(scene: Scene, s
 
 
 HOT = (("RINGS", "ring"), ("LANE", "lane"), ("TRANSFERS", "transfer"))
-INTERESTING = (0, 1, 2, 7, 63, 64, 255, 256, 511, 512, 513, 4095, 4096, 1 << 16, (1 << 20) - 1, 1 << 20, 1 << 31, (1 << 32) - 1)
+INTERESTING = [edge + step for edge in (1, 8, 64, 256, 512, 4096, 1 << 16, 1 << 20, 1 << 32) for step in (-1, 0, 1)]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -536,9 +536,13 @@ def test_descriptors_that_nobody_asked_for_are_closed(scene: Scene) -> None:
 
 def test_a_client_that_asks_without_reading_is_cut_off(scene: Scene) -> None:
     scene.raw.socket.settimeout(2)
+
+    def ask_on() -> None:
+        while True:
+            scene.raw.send(protocol.Unregister(scene.raw.new_id(), 999))
+
     with pytest.raises(OSError, match=r"timed out|reset|Broken pipe|not connected"):
-        for number in range(200_000):
-            scene.raw.send(protocol.Unregister(1000 + number, 999))
+        ask_on()
     scene.others_work()
     scene.raw.close()
     until(lambda: len(scene.prefill.cli("clients")["clients"]) == 1, "its row is free")
@@ -737,6 +741,7 @@ class ForgedSender:
     control: socket.socket
     rail: socket.socket
     region: protocol.PeerRegion
+    preamble: bytes
 
     def frame(self, *, payload: bytes = b"", **changes: int) -> bytes:
         facts = {
@@ -765,6 +770,12 @@ class ForgedSender:
 
 @pytest.fixture
 def forged(scene: Scene) -> Iterator[ForgedSender]:
+    with forging(scene, 4711) as sender:
+        yield sender
+
+
+@contextlib.contextmanager
+def forging(scene: Scene, instance: int) -> Iterator[ForgedSender]:
     with socket.create_connection(control(scene.decode)) as link:
         link.settimeout(20)
 
@@ -773,19 +784,18 @@ def forged(scene: Scene) -> Iterator[ForgedSender]:
             (length,) = protocol.LENGTH_PREFIX.unpack(link.recv(4, socket.MSG_WAITALL))
             return protocol.peer_message(link.recv(length, socket.MSG_WAITALL))
 
-        ask(protocol.Hello(1, protocol.PROTOCOL_VERSION, 4711, "127.0.0.1:9", 0, FACTS))
+        ask(protocol.Hello(1, protocol.PROTOCOL_VERSION, instance, "127.0.0.1:9", 0, FACTS))
         region = ask(protocol.PeerOpenRegion(2, decode_offer(scene.target.offer()).capability))
         assert isinstance(region, protocol.PeerRegion)
         token = ask(protocol.RailConnect(3, 0, 0, False, 1))
         assert isinstance(token, protocol.RailToken)
         with socket.create_connection(("127.0.0.1", rail_port(scene.decode))) as rail:
             rail.settimeout(20)
-            rail.sendall(
-                protocol.RAIL_PREAMBLE.pack(
-                    protocol.RAIL_MAGIC, protocol.RAIL_VERSION, 0, token.connection, token.token
-                )
+            preamble = protocol.RAIL_PREAMBLE.pack(
+                protocol.RAIL_MAGIC, protocol.RAIL_VERSION, 0, token.connection, token.token
             )
-            yield ForgedSender(link, rail, region)
+            rail.sendall(preamble)
+            yield ForgedSender(link, rail, region, preamble)
 
 
 REPLY = struct.Struct("<IHHQQQ")
@@ -851,11 +861,48 @@ def test_a_frame_that_no_sender_writes_ends_the_connection(
     scene.others_work()
 
 
+def test_a_frame_of_several_runs_is_placed_only_if_all_of_them_may_be(scene: Scene, forged: ForgedSender) -> None:
+    run = struct.Struct("<QII")
+
+    def ask(sequence: int, *runs: tuple[int, int]) -> int:
+        table = b"".join(run.pack(offset, length, forged.region.handle) for offset, length in runs)
+        total = sum(length for _, length in runs)
+        frame = forged.frame(payload=table + b"\x06" * total, run_count=len(runs), bytes=total, sequence=sequence)
+        for part in (frame[:100], frame[100:]):
+            forged.rail.sendall(part)
+        return int(REPLY.unpack(forged.rail.recv(REPLY.size, socket.MSG_WAITALL))[2])
+
+    assert ask(1, (0, 4096), (1 << 20, 1)) == Result.OUT_OF_BOUNDS
+    assert ask(2, (0, 4096), (8192, 0), (4096, 1)) == Result.OUT_OF_BOUNDS
+    assert not scene.target.array.any()
+    assert ask(3, (8192, 100), (0, 50), (4096, 7)) == Result.OK
+    assert np.count_nonzero(scene.target.array) == 157
+    assert scene.target.array[8192:8292].all()
+    scene.others_work()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_frames_with_random_faults_place_nothing_outside_their_region(scene: Scene, seed: int) -> None:
+    rng = random.Random(seed)
+    fields = ("magic", "type", "run_count", "owner", "sequence", "bytes", "tag", "grant", "offset", "length", "handle")
+    wide = ("sequence", "bytes", "tag", "grant", "offset")
+    other = memory.make(scene.link.receiver, 1 << 20)
+    for number in range(40):
+        with forging(scene, 5000 + 100 * seed + number) as forged:
+            changes = {}
+            for field in rng.sample(fields, rng.randrange(1, 4)):
+                bits = 64 if field in wide else 16 if field == "type" else 32
+                changes[field] = rng.choice([*INTERESTING, rng.getrandbits(bits)]) & ((1 << bits) - 1)
+            forged.rail.sendall(forged.frame(payload=b"\x06" * 9000, **changes))
+    scene.others_work()
+    assert not other.array.any()
+
+
 def test_a_token_admits_once(scene: Scene, forged: ForgedSender) -> None:
     forged.rail.sendall(forged.frame(payload=b"\x06" * 4096))
     forged.rail.recv(REPLY.size, socket.MSG_WAITALL)
     with socket.create_connection(("127.0.0.1", rail_port(scene.decode))) as again:
-        again.sendall(protocol.RAIL_PREAMBLE.pack(protocol.RAIL_MAGIC, protocol.RAIL_VERSION, 0, 1, bytes(16)))
+        again.sendall(forged.preamble)
         assert hears_the_end(again)
     scene.others_work()
 

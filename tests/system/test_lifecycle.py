@@ -1,22 +1,26 @@
-"""Daemons that start, refuse to start, drain, die and come back; configuration, and what the admin commands still show."""
+"""Daemons that start, refuse to start, drain, die and come back, and what the admin commands show of them."""
 
 from __future__ import annotations
 
+import contextlib
+import grp
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-
 from helpers import memory, patterns, processes
 from helpers.memory import Link
 from helpers.nodes import SHM, SMALL, Node, Nodes, config_text, new_instance
-from helpers.waiting import until
+from helpers.waiting import LIMIT_S, until
+
 from railrelay.client import (
     Client,
     ConnectError,
@@ -59,6 +63,11 @@ def filled(sender: Client, receiver: Client, **kinds: memory.Kind) -> Link:
     link = memory.link(sender, receiver, NBYTES, **kinds)
     link.source.array[:] = patterns.content(NBYTES, 1)
     return link
+
+
+def moved(node: Node) -> int:
+    """Bytes that its rails have taken from clients."""
+    return sum(lane["bytes"] + lane["direct_bytes"] for lane in node.cli("lanes")["lanes"])
 
 
 # ---- refusing to start ----
@@ -114,6 +123,28 @@ def test_a_second_daemon_of_the_same_instance_is_refused_and_harms_nothing(nodes
         send(link)
 
 
+def test_of_daemons_that_start_at_once_under_one_name_one_runs(nodes: Nodes) -> None:
+    instance = new_instance()
+    running: list[processes.Process] = []
+    for number in range(4):
+        config = nodes.directory / f"{number}.toml"
+        config.write_text(config_text(instance, nodes.directory / f"{number}.sock", 1, SMALL))
+        log = nodes.directory / f"{number}.log"
+        running.append(processes.start(["-m", "railrelay.daemon.main", "--config", str(config)], log=log))
+    try:
+        until(lambda: sum(process.poll() is not None for process in running) == 3, "three give up")
+        assert sorted(process.returncode or 0 for process in running) == [0, 3, 3, 3]
+        [number] = [number for number, process in enumerate(running) if process.returncode is None]
+        until(lambda: (nodes.directory / f"{number}.sock").exists(), "the other serves")
+        Client.connect(nodes.directory / f"{number}.sock", rank=0).close()
+        running[number].terminate()
+        assert running[number].wait(30) == 0
+    finally:
+        for process in running:
+            processes.end(process)
+    assert not [name for name in os.listdir(SHM) if instance in name]
+
+
 def test_a_second_daemon_on_the_same_socket_is_refused(nodes: Nodes) -> None:
     node = nodes.start()
     code, said = nodes.fails(config_text(new_instance(), node.socket, 1, {}))
@@ -164,7 +195,8 @@ def small_shm(directory: Path, size: str) -> Sequence[str]:
     prefix = ["unshare", "--mount", "--map-root-user", "sh", str(script)]
     if os.geteuid() == 0:
         prefix.remove("--map-root-user")
-    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode:
+    possible = shutil.which("unshare") and subprocess.run([*prefix, "true"], check=False).returncode == 0
+    if not possible:
         pytest.skip("needs unshare and the right to mount a tmpfs")
     return prefix
 
@@ -218,6 +250,37 @@ def test_slots_of_a_size_that_no_machine_has_fail_when_a_lane_is_wanted(nodes: N
     assert not [name for name in node.objects() if ".lane." in name]
 
 
+# ---- who may attach ----
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_refused_and_members_of_the_group_are_not(nodes: Nodes) -> None:
+    stranger, group = 65534, grp.getgrgid(os.getegid()).gr_name
+    open_to_all = Path(tempfile.mkdtemp(prefix="railrelay-test-", dir="/tmp"))
+    try:
+        open_to_all.chmod(0o755)
+        private = nodes.start(node={"socket": str(open_to_all / "private.sock")})
+        shared = nodes.start(node={"socket": str(open_to_all / "shared.sock"), "group": group})
+
+        def as_stranger(node: Node, gid: int) -> None:
+            os.setgroups([])
+            os.setgid(gid)
+            os.setuid(stranger)
+            node.connect(0).close()
+
+        def refused(node: Node, gid: int) -> None:
+            with pytest.raises(ConnectError, match="run as the daemon's user or join its group") as failure:
+                as_stranger(node, gid)
+            assert failure.value.code is ErrorCode.DENIED
+
+        assert processes.exit_code(processes.fork(lambda: refused(private, stranger))) == 0
+        assert processes.exit_code(processes.fork(lambda: refused(shared, stranger))) == 0
+        assert processes.exit_code(processes.fork(lambda: as_stranger(shared, os.getegid()))) == 0
+    finally:
+        nodes.close()
+        shutil.rmtree(open_to_all)
+
+
 # ---- ending ----
 
 
@@ -241,14 +304,49 @@ def test_sigint_ends_a_daemon_cleanly_too(nodes: Nodes) -> None:
     assert node.objects() == []
 
 
+def test_a_service_manager_is_told_of_readiness_and_of_the_end(nodes: Nodes) -> None:
+    path = nodes.directory / "notify.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path))
+        manager.settimeout(30)
+        nodes.environment["NOTIFY_SOCKET"] = str(path)
+        node = nodes.start()
+        assert manager.recv(100) == b"READY=1"
+        assert node.terminate() == 0
+        assert manager.recv(100) == b"STOPPING=1"
+
+
+def test_a_daemon_without_descriptors_refuses_clients_and_recovers(nodes: Nodes) -> None:
+    node = nodes.start(prefix=["prlimit", "--nofile=48:48"])
+    clients: list[Client] = []
+    with contextlib.ExitStack() as stack:
+        while (client := attached(node, len(clients))) is not None:
+            clients.append(stack.enter_context(client))
+        assert 2 < len(clients) < 48
+    client = until(lambda: attached(node, 0), "it has descriptors again")
+    assert client is not None
+    client.close()
+    assert "ERROR" in node.log
+
+
+def attached(node: Node, rank: int) -> Client | None:
+    """None: refused."""
+    try:
+        return node.connect(rank, timeout=2)
+    except RelayError:
+        return None
+
+
 def test_a_draining_daemon_finishes_what_is_in_flight_and_admits_nothing(nodes: Nodes) -> None:
     prefill, decode = nodes.pair(timeouts={"drain_s": 20})
     with prefill.connect() as sender, decode.connect() as receiver:
         link = filled(sender, receiver)
         send(link)
         link.destination.array[:] = 0
+        before = moved(prefill)
         decode.pause()
         transfer = begin(link, 2)
+        until(lambda: moved(prefill) > before, "the daemon has it in flight")
         os.kill(prefill.pid, 15)
         until(lambda: sender.draining != "", "the client hears of it")
         with pytest.raises(ConnectError, match="going down") as failure:
@@ -269,7 +367,9 @@ def test_a_drain_that_takes_too_long_ends_anyway_and_says_what_was_left(nodes: N
         link = filled(sender, receiver)
         send(link)
         with decode.paused():
+            before = moved(prefill)
             transfer = begin(link, 2)
+            until(lambda: moved(prefill) > before, "the daemon has it in flight")
             assert prefill.terminate() == 0
             assert "1 transfers were in flight after 0.3 s of draining" in prefill.log
             with pytest.raises(Unsettled) as failure:
@@ -281,6 +381,13 @@ def test_a_drain_that_takes_too_long_ends_anyway_and_says_what_was_left(nodes: N
 # ---- dying and coming back ----
 
 
+def write_on(link: Link) -> None:
+    """Until the client notices that its daemon is gone."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        begin(link)
+
+
 def test_a_killed_daemon_comes_back_under_its_name_and_clears_up(nodes: Nodes) -> None:
     node = nodes.start(2)
     with node.connect(0) as client:
@@ -290,7 +397,7 @@ def test_a_killed_daemon_comes_back_under_its_name_and_clears_up(nodes: Nodes) -
         left = node.objects()
         assert any(".lane." in name for name in left)
         with pytest.raises(DaemonGone, match=f"daemon pid {node.pid} exited"):
-            until(lambda: begin(link) and None, "the client notices")
+            write_on(link)
         again = nodes.again(node)
         assert not [name for name in again.objects() if name.rsplit(".", 1)[1] not in ("lock", "node")]
     with again.connect(0) as sender, again.connect(1) as receiver:
@@ -307,7 +414,7 @@ def test_what_clients_of_a_killed_daemon_hold_is_not_touched_by_its_successor(no
             send(filled(sender, receiver))
         assert (link.source.array == patterns.content(NBYTES, 1)).all()
         with pytest.raises(DaemonGone):
-            until(lambda: begin(link) and None, "the old client notices")
+            write_on(link)
 
 
 def test_nothing_of_a_killed_sending_daemon_lands_after_an_abort(nodes: Nodes) -> None:
@@ -443,8 +550,8 @@ def test_rails_of_the_same_identity_are_paired_whatever_their_order(nodes: Nodes
         to = memory.make(receiver, 1 << 20, rail=0)
         remote = sender.open(to.offer())
         sender.write(remote, [source.address], [remote.address], 1 << 20).wait(30)
-        moved = {lane["rail"]: lane["bytes"] + lane["direct_bytes"] for lane in prefill.cli("lanes")["lanes"]}
-    assert moved == {1: 1 << 20}
+        carried = {lane["rail"]: lane["bytes"] + lane["direct_bytes"] for lane in prefill.cli("lanes")["lanes"]}
+    assert carried == {1: 1 << 20}
 
 
 def start_named(nodes: Nodes, *identities: str) -> Node:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-
 from helpers import memory, patterns
 from helpers.engines import EngineError, Engines
 from helpers.memory import KINDS, Kind, Link
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
+
 from railrelay.client import (
     Busy,
     Client,
@@ -55,7 +55,9 @@ def pair(nodes: Nodes) -> Iterator[Pair]:
         yield Pair(prefill, decode, sender, receiver)
 
 
-def send(link: Link, *, seed: int = 1, tag: int = TAG, timeout: float = 30.0, ready: HostEvent | None = None) -> Transfer:
+def send(
+    link: Link, *, seed: int = 1, tag: int = TAG, timeout: float = 30.0, ready: HostEvent | None = None
+) -> Transfer:
     taken, put = patterns.order(link.source.array.size // BLOCK, BLOCK, seed)
     return link.sender.write(
         link.remote,
@@ -175,6 +177,18 @@ def test_a_peer_that_stops_reading_leaves_the_transfer_unsettled_until_it_goes_o
     still_right(link)
 
 
+def test_a_peer_that_stops_before_its_rails_are_connected_is_a_rail_that_is_down(pair: Pair) -> None:
+    link = pair.link()
+    with pair.decode.paused():
+        transfer = send(link)
+        with pytest.raises(TransferError, match="no connection could be made on the rail") as failure:
+            transfer.wait(30)
+        assert failure.value.result is Result.RAIL_DOWN
+        assert transfer.settled
+    assert any(error["code"] == "rail_down" for error in pair.prefill.errors())
+    still_right(link)
+
+
 def test_a_peer_that_stops_for_a_moment_costs_only_time(pair: Pair) -> None:
     link = pair.link()
     warm(link)
@@ -225,9 +239,7 @@ def test_a_stopped_engine_with_private_memory_holds_up_nobody_elses_transfers(pa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("route", Route)
-def test_after_abort_by_the_decode_side_pages_hold_what_is_written_next(
-    nodes: Nodes, kind: Kind, route: Route
-) -> None:
+def test_after_abort_by_the_decode_side_pages_hold_what_is_written_next(nodes: Nodes, kind: Kind, route: Route) -> None:
     prefill, decode = nodes.pair()
     with prefill.connect(route=route) as sender, decode.connect() as receiver:
         link = Pair(prefill, decode, sender, receiver).link(source=kind, destination=kind)
@@ -258,7 +270,6 @@ def test_abort_counts_and_ends_only_the_transfers_of_its_tag(pair: Pair) -> None
     link = pair.link(nbytes=1 << 20)
     other = memory.make(pair.receiver, 1 << 20)
     target = pair.sender.open(other.offer())
-    event = HostEvent()
     kept = pair.sender.write(target, [link.source.address], [target.address], 1 << 20, tag=TAG + 1)
     with pair.decode.paused():
         ended = send(link)
@@ -266,7 +277,6 @@ def test_abort_counts_and_ends_only_the_transfers_of_its_tag(pair: Pair) -> None
             ended.wait(0.1)
     pair.receiver.receiver.abort(TAG)
     kept.wait(30)
-    event.set()
     assert (other.array == link.source.array).all()
 
 
@@ -276,9 +286,7 @@ def test_abort_settles_though_the_sending_daemon_is_silent(pair: Pair, kind: Kin
     transfer = send(link)
     begun(link)
     with pair.prefill.paused():
-        begin = time.monotonic()
         pair.receiver.receiver.abort(TAG, timeout=2)
-        assert time.monotonic() - begin >= 0  # it returned: that is the proof
         new = patterns.content(NBYTES, 5)
         link.destination.array[:] = new
     with pytest.raises(TransferError) as failure:
@@ -292,7 +300,7 @@ def test_abort_by_an_engine_that_does_not_empty_its_bounce_memory_is_unsettled(p
     """The engine's Python still runs, its daemon does not answer: the engine must not reuse the pages."""
     decode = engines.start(pair.decode, rank=1)
     decode.ask("memory", name="pages", nbytes=1 << 20)
-    with pair.decode.paused(), pytest.raises(EngineError, match="do not reuse|did not answer") as failure:
+    with pair.decode.paused(), pytest.raises(EngineError, match=r"do not reuse|did not answer") as failure:
         decode.ask("abort", tag=TAG, timeout=0.3)
     assert failure.value.kind == "Unsettled"
     assert decode.ask("abort", tag=TAG) == 0
@@ -314,7 +322,7 @@ def test_many_tags_can_be_aborted(pair: Pair) -> None:
 
 def test_a_region_of_a_running_transfer_is_busy_and_goes_when_it_ends(pair: Pair) -> None:
     link = pair.link()
-    region = getattr(link.source.owner, "region")  # noqa: B009
+    region = link.source.region
     with pair.decode.paused():
         transfer = send(link)
         with pytest.raises(Busy, match="wait for it or cancel"):
@@ -333,7 +341,7 @@ def test_unregister_at_the_decode_side_ends_what_is_written_there(pair: Pair, ki
     link = pair.link(destination=kind)
     transfer = send(link)
     begun(link)
-    getattr(link.destination.owner, "region", link.destination.owner).unregister()
+    link.destination.region.unregister()
     new = patterns.content(NBYTES, 6)
     link.destination.array[:] = new
     try:
@@ -346,7 +354,7 @@ def test_unregister_at_the_decode_side_ends_what_is_written_there(pair: Pair, ki
 
 def test_a_region_that_is_gone_is_refused_by_name(pair: Pair) -> None:
     link = pair.link(nbytes=1 << 20)
-    getattr(link.destination.owner, "region").unregister()  # noqa: B009
+    link.destination.region.unregister()
 
     def refused() -> bool:
         with pytest.raises((TransferError, ValueError)) as failure:
@@ -385,7 +393,7 @@ def test_close_does_not_claim_that_bytes_in_flight_have_settled(pair: Pair) -> N
     warm(link)
     with pair.decode.paused(), ThreadPoolExecutor(1) as threads:
         transfer = send(link)
-        waiting = threads.submit(transfer.wait_settled, 30)
+        waiting = threads.submit(transfer.wait_settled, 5)
         with pytest.raises(TimeoutError):
             waiting.result(0.3)
         pair.sender.close()

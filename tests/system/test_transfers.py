@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-
 from helpers import memory, patterns
 from helpers.memory import KINDS, Kind, Link
 from helpers.nodes import SMALL, Node, Nodes
 from helpers.waiting import until
+
 from railrelay.client import (
     ArgumentError,
     DaemonGone,
@@ -52,7 +53,11 @@ def link(request: pytest.FixtureRequest, pair: tuple[Node, Node]) -> Iterator[Li
 def send(link: Link, at: int = 0, nbytes: int = NBYTES, **options: object) -> Transfer:
     """One block from and to offset ``at``."""
     return link.sender.write(
-        link.remote, [link.source.address + at], [link.remote.address + at], nbytes, **options  # type: ignore[arg-type]
+        link.remote,
+        [link.source.address + at],
+        [link.remote.address + at],
+        nbytes,
+        **options,  # type: ignore[arg-type]
     )
 
 
@@ -315,3 +320,53 @@ def test_unregistering_and_registering_the_same_memory_again_works(link: Link) -
         assert (array == link.source.array[seed : seed + (1 << 20)]).all()
         region.unregister()
         until(lambda remote=remote: not link.sender.remotes.is_open(remote), "the sender hears of it")  # type: ignore[misc]
+
+
+# ---- more than two nodes, and both directions ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_nodes_that_send_to_each_other_do_not_block_each_other(nodes: Nodes, kind: Kind) -> None:
+    """A rail never stops reading because its writes are blocked."""
+    both = nodes.pair((2, 2))
+    nbytes = 16 << 20
+    with both[0].connect() as one, both[1].connect() as two:
+        links = [memory.link(one, two, nbytes, source=kind, destination=kind)]
+        links += [memory.link(two, one, nbytes, source=kind, destination=kind)]
+        for seed, link in enumerate(links):
+            link.source.array[:] = patterns.content(nbytes, seed)
+        moving = [send(link, nbytes=nbytes) for _ in range(4) for link in links]
+        for transfer in moving:
+            transfer.wait(60)
+        for link in links:
+            assert (link.destination.array == link.source.array).all()
+
+
+def test_several_prefill_nodes_send_to_one_decode_engine_at_once(nodes: Nodes) -> None:
+    decode = nodes.start(2)
+    prefills = [*nodes.pair((2, 1)), nodes.start(1)]
+    nbytes = 8 << 20
+    with contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(decode.connect())
+        senders = [stack.enter_context(node.connect()) for node in prefills]
+        links = [memory.link(sender, receiver, nbytes, destination="private") for sender in senders]
+        for seed, link in enumerate(links):
+            link.source.array[:] = patterns.content(nbytes, seed)
+        moving = [send(link, nbytes=nbytes, notify=b"") for _ in range(3) for link in links]
+        for transfer in moving:
+            transfer.wait(60)
+        for link in links:
+            assert (link.destination.array == link.source.array).all()
+        sessions = [receiver.receiver.notifications.get(10).session for _ in moving]
+        assert sorted(sessions) == sorted(node.session for node in prefills for _ in range(3))
+
+
+def test_a_region_that_is_closed_in_the_middle_still_gets_what_was_under_way(link: Link) -> None:
+    transfer = send(link)
+    link.remote.close()
+    with pytest.raises(ArgumentError, match="is not open"):
+        send(link)
+    transfer.wait(30)
+    assert (link.destination.array == link.source.array).all()
+    again = link.sender.open(link.destination.offer())
+    link.sender.write(again, [link.source.address], [again.address], NBYTES).wait(30)

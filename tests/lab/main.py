@@ -1,0 +1,174 @@
+"""The incast laboratory: what a fabric does to KV transfers on each route, with real daemons and engines on this
+machine.
+
+A prefill and a decode node are network namespaces with one NIC a rail, all of one slow rate, so that the links are
+the limit and not the cores; "cpu" shows how much of the machine was used. Between them is a fabric with a leaf switch
+a rail and a spine: "lossless" has shared buffers and priority flow control and counts pauses (switch.c), "lossy" has
+shallow queues and drops. All routes of a case run one after the other with the same traffic, and every byte is
+checked at decode.
+
+Needs root, iproute2 and a C compiler; --figures needs matplotlib."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from lab import cases, fabric, measure
+from lab.cases import CASES, ROUTES, Case
+from lab.fabric import KINDS, Network
+from railrelay.client.cli import _nodes
+from railrelay.client.cli._table import table
+
+_SERIES: Final = (
+    "victim_quantiles_ms",
+    "chunk_quantiles_ms",
+    "quantiles_ms",
+    "series_s",
+    "series_sent",
+    "series_received",
+    "series_paused",
+)
+_MBIT: Final = 1_000_000
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="names of cases and routes")
+    parser.add_argument("--case", choices=CASES, default="smoke", help="default: %(default)s")
+    parser.add_argument("--fabric", choices=KINDS, default="lossless", help="default: %(default)s")
+    parser.add_argument("--routes", help="separated by commas (default: those of the case)")
+    parser.add_argument("--cc", choices=_nodes.congestion_controls(), default="reno", help="default: %(default)s")
+    parser.add_argument("--rate", type=int, default=200, metavar="MBIT", help="of a NIC, Mbit/s (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="writes <fabric>-<case>.png and .json there")
+    args = parser.parse_args(words)
+    if args.list:
+        print(_listing())
+        return 0
+    case = CASES[args.case]
+    routes = args.routes.split(",") if args.routes else list(case.routes)
+    for route in routes:
+        if route not in ROUTES:
+            parser.error(f"no route {route!r}; there are {', '.join(ROUTES)}")
+    try:
+        with _nodes.ended_by_signals():
+            result = run(case, args.fabric, routes, args.cc, args.rate * _MBIT)
+    except KeyboardInterrupt:
+        _say("interrupted; namespaces, daemons and engines are gone")
+        return 130
+    if args.figures:
+        from lab import figures
+
+        args.figures.mkdir(parents=True, exist_ok=True)
+        stem = args.figures / f"{result['date'][:10]}-{case.name}-{args.fabric}"
+        stem.with_suffix(".json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
+        figures.draw(result, stem.with_suffix(".png"))
+    if args.json:
+        print(json.dumps(_without_series(result), indent=2))
+    else:
+        print(report(result))
+    lossless_drops = args.fabric == "lossless" and any(found["switch_drops"] for found in result["routes"].values())
+    return 1 if lossless_drops else 0
+
+
+def run(case: Case, kind: str, routes: Sequence[str], congestion: str, bits_per_second: int) -> dict[str, Any]:
+    network = Network(2, case.rails, bits_per_second, congestion)
+    traffic = case.make(network.line_bytes_per_second)
+    found: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{fabric.PREFIX}-")))
+        on = stack.enter_context(KINDS[kind](network))
+        for route in routes:
+            found[route] = measure.measure(traffic, on, route, directory)
+            _say(f"{case.name} {kind} {route}: {json.dumps(_brief(found[route]))}")
+        described = on.describe()
+    return {
+        "case": case.name,
+        "text": case.text,
+        "fabric": kind,
+        "fabric_text": described,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "mbit_per_second": bits_per_second / _MBIT,
+        "congestion": congestion,
+        "window_bytes": network.window_bytes,
+        "geometry": measure.GEOMETRY,
+        "routes": found,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    lossless = result["fabric"] == "lossless"
+    head = ["ROUTE", "SECONDS", "SHARE", "P50 MS", "P99 MS"]
+    head += ["PAUSE MS NICS", "FABRIC"] if lossless else ["DROPS"]
+    head += ["RETRANSMITS", "CPU", "MACHINE"]
+    extras = {
+        "victim_kept": "VICTIM KEEPS",
+        "victim_p99_ms": "VICTIM P99 MS",
+        "chunk_mean_ms": "CHUNK MEAN MS",
+        "chunk_p99_ms": "CHUNK P99 MS",
+    }
+    shown = [key for key in extras if any(key in found for found in result["routes"].values())]
+    paced = any("paced" in found for found in result["routes"].values())
+    rows = []
+    for route, found in result["routes"].items():
+        row = [route, f"{found['seconds']:.2f}", f"{found['share_of_line_rate']:.3f}"]
+        row += [f"{found['p50_ms']:.0f}", f"{found['p99_ms']:.0f}"]
+        row += (
+            [f"{found['pause_ms_nics']:.0f}", f"{found['pause_ms_fabric']:.0f}"]
+            if lossless
+            else [found["switch_drops"]]
+        )
+        row += [found["retransmits"], f"{found['cpu_share']:.0%}", f"{found['machine_cpu_share']:.0%}"]
+        row += [f"{found[key]:.2f}" if key == "victim_kept" else f"{found[key]:.0f}" for key in shown]
+        if paced:
+            of = found["paced"]
+            row += [
+                f"{of['p50_ms']:.0f}",
+                f"{of['p99_ms']:.0f}",
+                f"{of['pause_ms']:.0f}" if lossless else of["switch_drops"],
+            ]
+        rows.append(row)
+    after = ["PACED P50", "P99", "PAUSE" if lossless else "DROPS"] if paced else []
+    some = next(iter(result["routes"].values()))
+    return (
+        f"{result['case']}: {result['text']}\n"
+        f"{result['fabric']}: {result['fabric_text']}; NICs of {result['mbit_per_second']:g} Mbit/s, MTU"
+        f" {fabric.MTU_BYTES}, {result['congestion']}; {some['gigabytes']:.2f} GB in {some['transfers']} transfers,"
+        f" every byte checked\n\n{table([*head, *(extras[key] for key in shown), *after], rows)}"
+    )
+
+
+def _listing() -> str:
+    return "\n".join(
+        [
+            "cases",
+            *(f"  {case.name:<10} {case.text}" for case in CASES.values()),
+            "routes",
+            *(f"  {name:<10} {how.text}" for name, how in cases.ROUTES.items()),
+        ]
+    )
+
+
+def _without_series(result: dict[str, Any]) -> dict[str, Any]:
+    routes = {route: _brief(found) for route, found in result["routes"].items()}
+    return result | {"routes": routes}
+
+
+def _brief(found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _brief(value) if isinstance(value, dict) else value for key, value in found.items() if key not in _SERIES
+    }
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
