@@ -226,16 +226,16 @@ class Clients:
         if tasks:
             await asyncio.wait(tasks)
         self._requests.forget_regions(client)
-        # What waits in bounce memory of a dead client counts as refused only once the client is released.
         withdrawal = ctx.spawn(self._sessions.withdraw(client), f"withdrawal of the regions of {client}")
         if client.on_plane:
             client.rails_left = len(ctx.rails)
             ctx.plane.detach_client(client.row)
             await self._drained(client)
+        await withdrawal  # until then a rail may be placing a frame in the client's memory
+        if client.on_plane:
             ctx.plane.release_client(client.row)
             self._transfers.client_released(client.row)
         self._peers.leave(client)
-        await withdrawal
         for rail, memory in client.lanes.items():
             ctx.state.lane_free(rail, client.row)
             memory.close()

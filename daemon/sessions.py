@@ -237,10 +237,10 @@ class Sessions:
             (session, export)
             for session in self._by_index.values()
             for export in session.exports.values()
-            if export.region.client is client and region in (None, export.region) and not export.withdrawn
+            if export.region.client is client and region in (None, export.region)
         ]
         for session, export in found:
-            if session.link is not None:
+            if session.link is not None and not export.withdrawn:
                 session.link.send(protocol.PeerRegionGone(export.handle))
         work = [self._ctx.spawn(self._withdraw(session, export), "withdrawal of a region") for session, export in found]
         await asyncio.gather(*map(asyncio.shield, work))
