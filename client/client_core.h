@@ -2,7 +2,7 @@
  * bounce thread) share. No function here holds the GIL.
  *
  * Locks are private to the process: `tables` guards regions, remotes and peers; `queue` guards the list of parts and
- * the table of submissions; each lane and ring has its own. Order: queue, then lane or ring; tables alone. */
+ * the table of submissions; each lane and ring has its own. Order: queue, then lane, ring or tables. */
 #ifndef RAILRELAY_CLIENT_CORE_H
 #define RAILRELAY_CLIENT_CORE_H
 
@@ -39,7 +39,7 @@ struct rc_region {
 
 struct rc_remote {
     uint64_t address, bytes;
-    uint32_t index, peer, rail, owner, window_bytes;
+    uint32_t index, peer, rail, owner, window_bytes, window_runs;
     uint32_t users; /* unfinished submissions that write to it */
 };
 
@@ -68,7 +68,7 @@ struct rc_submission;
 struct rc_part {
     struct rc_part *next;
     struct rc_submission *submission;
-    uint32_t local_rail, remote_rail, owner, window_bytes, direct;
+    uint32_t local_rail, remote_rail, owner, window_bytes, entries_max, direct;
     uint64_t bytes_left;
     const struct rc_block *blocks; /* list of blocks */
     uint64_t block_count, block_at, block_offset;
@@ -242,6 +242,7 @@ void rc_release(struct rc_submission *submission);
 void rc_fail_all(struct rc_core *core, uint32_t result);
 /* Takes over what the daemon has written about the submission. Holding queue. */
 void rc_harvest(struct rc_submission *submission);
+void rc_reap(struct rc_core *core);
 void rc_free_submission(struct rc_submission *submission);
 void rc_end_locally(struct rc_submission *submission, uint32_t result, int settled);
 

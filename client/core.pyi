@@ -63,7 +63,8 @@ class ClientCore:
     def remove_region(self, region: int) -> None:
         """SubmitError("busy") while a transfer reads it."""
     def add_peer(self, peer: int, local_rails: list[int]) -> None: ...
-    def add_remote(self, remote: int, peer: int, address: int, nbytes: int, rail: int, owner: int, window_bytes: int) -> None: ...
+    def add_remote(self, remote: int, peer: int, address: int, nbytes: int, rail: int, owner: int, window_bytes: int,
+                   window_runs: int) -> None: ...
     def remove_remote(self, remote: int) -> None:
         """SubmitError("busy") while a transfer writes to it."""
     def reserve(self, peer: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], *, space: int,

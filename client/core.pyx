@@ -36,7 +36,7 @@ cdef extern from "client_core.h" nogil:
         int one_length
     struct rc_remote:
         uint64_t address, bytes
-        uint32_t index, peer, rail, owner, window_bytes, users
+        uint32_t index, peer, rail, owner, window_bytes, window_runs, users
     struct rc_counters:
         uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes
         uint64_t fast_submissions
@@ -96,6 +96,16 @@ ROUTE_MATCHED = RC_ROUTE_MATCHED
 cdef uint64_t SIGNAL_CHECK_NS = 100_000_000
 _cores = weakref.WeakSet()
 _cores_lock = threading.Lock()
+
+
+def _forget_cores():
+    """In a forked child: its parent's cores are not its own, and the lock may have been held."""
+    global _cores, _cores_lock
+    _cores = weakref.WeakSet()
+    _cores_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_cores)
 
 
 class SubmitError(Exception):
@@ -269,7 +279,7 @@ cdef class ClientCore:
         return 0
 
     cdef wake(self):
-        if not self.closed:
+        if not self.closed and self.core.pid == getpid():
             rc_wake_feeder(self.core)
 
     @property
@@ -316,11 +326,11 @@ cdef class ClientCore:
         check(rc_add_peer(self.core, peer, rails, len(rails)), f"peer {peer}")
 
     def add_remote(self, uint32_t remote, uint32_t peer, uint64_t address, uint64_t nbytes, uint32_t rail, uint32_t owner,
-                   uint32_t window_bytes):
+                   uint32_t window_bytes, uint32_t window_runs):
         self.here()
         cdef rc_remote at
-        at.address, at.bytes, at.index, at.peer, at.rail, at.owner, at.window_bytes, at.users = (
-            address, nbytes, remote, peer, rail, owner, window_bytes, 0)
+        at.address, at.bytes, at.index, at.peer, at.rail, at.owner, at.window_bytes, at.window_runs, at.users = (
+            address, nbytes, remote, peer, rail, owner, window_bytes, window_runs, 0)
         check(rc_add_remote(self.core, at), f"remote region {remote}")
 
     def remove_remote(self, uint32_t remote):

@@ -90,7 +90,7 @@ static void stall(struct rc_core *core, struct rc_part *part, struct rr_lane *la
     if (part->stalled) return;
     part->stalled = 1;
     part->stalled_since_ns = rr_now_ns();
-    core->counters.stalls++;
+    rr_fetch_add_u64(&core->counters.stalls, 1);
     if (lane) rr_counter_add(&lane->stalls, 1);
 }
 
@@ -99,12 +99,12 @@ static void unstall(struct rc_core *core, struct rc_part *part, struct rr_lane *
     if (!part->stalled) return;
     part->stalled = 0;
     uint64_t waited = rr_now_ns() - part->stalled_since_ns;
-    core->counters.stall_ns += waited;
+    rr_fetch_add_u64(&core->counters.stall_ns, waited);
     if (lane) rr_counter_add(&lane->stall_ns, waited);
 }
 
 /* Copies blocks into the slot and writes its table; returns how many entries. */
-static uint32_t fill_slot(struct rc_core *core, struct rc_part *part, uint8_t *slot, struct rr_block *table, uint64_t limit, uint64_t *filled)
+static uint32_t fill_slot(struct rc_part *part, uint8_t *slot, struct rr_block *table, uint64_t limit, uint64_t *filled)
 {
     uint64_t at = 0, bytes = 0;
     uint32_t count = 0;
@@ -114,7 +114,7 @@ static uint32_t fill_slot(struct rc_core *core, struct rc_part *part, uint8_t *s
         struct rr_block *last = count ? &table[count - 1] : NULL;
         int joins = last && last->remote_region == piece.remote && last->destination + last->length == piece.destination &&
                     last->source + last->length == at;
-        if (!joins && count == core->facts.table_entries) break;
+        if (!joins && count == part->entries_max) break;
         memcpy(slot + at, (const void *)(uintptr_t)piece.source, take);
         if (joins)
             last->length += (uint32_t)take;
@@ -168,11 +168,11 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
     if (part->window_bytes && limit > part->window_bytes) limit = part->window_bytes;
     size_t at = (size_t)part->local_rail * core->facts.slots + slot;
     uint64_t bytes;
-    uint32_t count = fill_slot(core, part, lane->memory + (size_t)slot * core->facts.slot_bytes,
+    uint32_t count = fill_slot(part, lane->memory + (size_t)slot * core->facts.slot_bytes,
                                core->slot_tables + at * core->facts.table_entries, limit, &bytes);
     describe(&core->slot_heads[at], part, count, bytes);
-    core->counters.slots++;
-    core->counters.copied_bytes += bytes;
+    rr_fetch_add_u64(&core->counters.slots, 1);
+    rr_fetch_add_u64(&core->counters.copied_bytes, bytes);
 
     pthread_mutex_lock(&lane->lock);
     rr_lane_announce(&lane->producer, slot);
@@ -233,7 +233,7 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
         return 0;
     }
     unstall(core, part, NULL);
-    int idle = ring->producer.produced == ring->producer.consumed_seen;
+    int idle = ring->ticket_count == core->facts.ring_slices;
     ring->ramp_bytes = idle ? RAMP_START_BYTES : 2 * ring->ramp_bytes;
     if (ring->ramp_bytes > core->direct_slice_bytes) ring->ramp_bytes = core->direct_slice_bytes;
     uint64_t limit = ring->ramp_bytes, bytes = 0;
@@ -249,7 +249,7 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
             last->destination + last->length == piece.destination && last->source + last->length == source) {
             last->length += (uint32_t)take;
         } else {
-            if (count == core->facts.table_entries) break;
+            if (count == part->entries_max) break;
             table[count++] = (struct rr_block){source, piece.destination, (uint32_t)take, piece.region, piece.remote, 0};
         }
         bytes += take;
@@ -269,7 +269,7 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
         ring->table_position[ring->next_table] = ring->producer.produced + 1;
         ring->next_table = (ring->next_table + 1) % core->facts.ring_tables;
     }
-    core->counters.direct_slices++;
+    rr_fetch_add_u64(&core->counters.direct_slices, 1);
     push(ring, &slice, bucket);
     pthread_mutex_unlock(&ring->lock);
     wake_rail(core, part->local_rail);
@@ -347,7 +347,10 @@ static void drop_part(struct feeder *f, struct rc_part *part)
             rr_store_release_u32(&s->source_done, 1);
             rr_futex_wake(&core->transfers[s->index].done, INT_MAX);
         }
-        rc_harvest(s);
+        if (s->ended_early && !s->slices)
+            rc_end_locally(s, core->dead ? core->dead : RR_CANCELLED, 1);
+        else
+            rc_harvest(s);
     }
     pthread_mutex_unlock(&core->queue);
 }
@@ -357,16 +360,18 @@ static void look_again_at(struct feeder *f, uint64_t when_ns)
     if (when_ns < f->next_look_ns) f->next_look_ns = when_ns;
 }
 
-/* 1: this part is over (cancelled, timed out, stopped by the daemon, or the daemon is gone). */
-static int ended_early(struct feeder *f, struct rc_part *part)
+enum course { RUNS, ENDING, ENDED };
+
+/* Ended: cancelled, timed out, stopped by the daemon, or the daemon is gone. Ending: the daemon could not be told yet. */
+static enum course course_of(struct feeder *f, struct rc_part *part)
 {
     struct rc_core *core = f->core;
     struct rc_submission *s = part->submission;
     if (rr_load_acquire_u32(&core->dead)) {
         s->ended_early = 1;
-        return 1;
+        return ENDED;
     }
-    if (s->ended_early) return 1;
+    if (s->ended_early) return ENDED;
     if (!s->cancelled && s->deadline_ns) {
         if (rr_now_ns() >= s->deadline_ns)
             rc_cancel(s, RR_TIMED_OUT);
@@ -374,16 +379,16 @@ static int ended_early(struct feeder *f, struct rc_part *part)
             look_again_at(f, s->deadline_ns);
     }
     int stopped = rr_load_acquire_u32(&core->transfers[s->index].stop) == s->generation;
-    if (!s->cancelled && !stopped) return 0;
+    if (!rr_load_acquire_u32(&s->cancelled) && !stopped) return RUNS;
     if (s->slices == 0 && !stopped) {
         s->ended_early = 1;
         pthread_mutex_lock(&core->queue);
         rc_end_locally(s, s->cancel_result, 1);
         pthread_mutex_unlock(&core->queue);
-        return 1;
+        return ENDED;
     }
     s->ended_early = publish_end(core, s) != 0;
-    return (int)s->ended_early;
+    return s->ended_early ? ENDED : ENDING;
 }
 
 static int is_exclusive(const struct rc_core *core) { return core->route == RC_ROUTE_SERIAL || core->route == RC_ROUTE_SCHEDULED; }
@@ -450,10 +455,11 @@ static int round_of_parts(struct feeder *f)
             struct rc_submission *s = part->submission;
             int over = 0;
             if ((int)s->express == small) {
-                over = ended_early(f, part);
-                int ready = over || !s->ready.query || s->ready.query(s->ready.argument);
+                enum course course = course_of(f, part);
                 int its_turn = !is_exclusive(core) || f->exclusive == s;
-                if (!over && ready && its_turn && rc_feed(core, part, small, 1)) {
+                over = course == ENDED;
+                if (course == RUNS && its_turn && (!s->ready.query || s->ready.query(s->ready.argument)) &&
+                    rc_feed(core, part, small, 1)) {
                     progress++;
                     over = part->exhausted;
                 }

@@ -36,9 +36,17 @@ int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64
     return status;
 }
 
+static void reap(struct rc_core *core)
+{
+    pthread_mutex_lock(&core->queue);
+    rc_reap(core);
+    pthread_mutex_unlock(&core->queue);
+}
+
 int rc_remove_region(struct rc_core *core, uint32_t index)
 {
     int status = -ENOENT;
+    reap(core);
     pthread_rwlock_wrlock(&core->tables);
     for (uint32_t i = 0; i < core->region_count; i++) {
         struct rc_region *region = &core->regions[i];
@@ -89,6 +97,7 @@ int rc_add_remote(struct rc_core *core, struct rc_remote remote)
 int rc_remove_remote(struct rc_core *core, uint32_t index)
 {
     int status = -ENOENT;
+    reap(core);
     pthread_rwlock_wrlock(&core->tables);
     for (uint32_t i = 0; i < core->remote_count; i++) {
         if (core->remotes[i].index != index) continue;

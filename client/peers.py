@@ -64,6 +64,7 @@ class RemoteTable:
                         remote.rail,
                         remote.owner,
                         opened.window_bytes,
+                        opened.window_runs,
                     )
                 self._open[remote.index] = remote
                 return remote

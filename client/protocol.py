@@ -170,7 +170,7 @@ class PeerConnected(Message, frozen=True, tag="PeerConnected"):
 
 class RegionOpened(Message, frozen=True, tag="RegionOpened"):
     """owner: number of the owning client at the peer. window_bytes: 0, or the most bytes of one slice where the owner
-    must copy them out of bounce memory itself; such slices wait for a grant."""
+    must copy them out of bounce memory itself; such slices wait for a grant, and have at most window_runs runs."""
 
     id: int
     remote: int
@@ -179,6 +179,7 @@ class RegionOpened(Message, frozen=True, tag="RegionOpened"):
     rail: int
     owner: int
     window_bytes: int
+    window_runs: int
 
 
 class Aborted(Message, frozen=True, tag="Aborted"):
@@ -291,6 +292,7 @@ class PeerRegion(Message, frozen=True, tag="PeerRegion"):
     rail: int
     owner: int
     window_bytes: int
+    window_runs: int
 
 
 class PeerCloseRegion(Message, frozen=True, tag="PeerCloseRegion"):
@@ -397,15 +399,15 @@ RAIL_VERSION = 1
 LENGTH_PREFIX = struct.Struct("<I")
 
 
-def receive(unix: socket.socket, max_fds: int) -> tuple[bytes, list[int], bool]:
+def receive(unix: socket.socket, max_fds: int, flags: int = 0) -> tuple[bytes, list[int], bool]:
     """(packet, descriptors, whether something was cut off) from a client-plane socket; b"" at the end of the stream.
     The descriptors are close-on-exec and the caller's. (socket.recv_fds() drops the flags that this takes.)"""
-    packet, ancillary, flags, _ = unix.recvmsg(
-        CLIENT_MESSAGE_BYTES, socket.CMSG_SPACE(max_fds * 4), socket.MSG_CMSG_CLOEXEC
+    packet, ancillary, cut, _ = unix.recvmsg(
+        CLIENT_MESSAGE_BYTES, socket.CMSG_SPACE(max_fds * 4), socket.MSG_CMSG_CLOEXEC | flags
     )
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
     fds = [fd for level, kind, data in ancillary if (level, kind) == rights for fd in array("i", data)]
-    return packet, fds, bool(flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+    return packet, fds, bool(cut & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
 
 
 def parse_session(session: str) -> tuple[str, int]:

@@ -7,15 +7,6 @@
 #include "client_core.h"
 #include "overlap.h"
 
-/* Holding queue: gives the entry of every settled submission back. */
-static void reap(struct rc_core *core)
-{
-    for (struct rc_submission *s = core->live, *next; s; s = next) {
-        next = s->next;
-        rc_harvest(s);
-    }
-}
-
 static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_error *error)
 {
     uint64_t give_up = s->timeout_ns ? rr_now_ns() + s->timeout_ns : 0;
@@ -25,7 +16,7 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
             pthread_mutex_unlock(&core->queue);
             return rc_fail(error, "daemon_gone", "the relay daemon is gone; connect again once it runs");
         }
-        if (!core->free_count) reap(core);
+        if (!core->free_count) rc_reap(core);
         if (core->free_count) {
             s->index = core->free_entries[--core->free_count];
             s->generation = ++core->generations[s->index];
@@ -53,14 +44,15 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
 }
 
 struct way {
-    uint32_t local_rail, remote_rail, owner, window_bytes, direct;
+    uint32_t local_rail, remote_rail, owner, window_bytes, window_runs, direct;
 };
 
 static struct way way_of(const struct rc_core *core, const struct rc_region *region, const struct rc_remote *remote)
 {
     uint32_t local = core->local_rails[remote->peer][remote->rail];
     int relayed = core->route == RC_ROUTE_RELAY || core->route == RC_ROUTE_RELAY_ALL;
-    struct way way = {core->own_rail, remote->rail, remote->owner, remote->window_bytes, (uint32_t)region->shared};
+    struct way way = {core->own_rail, remote->rail, remote->owner, remote->window_bytes,
+                      remote->window_runs, (uint32_t)region->shared};
     if (relayed) {
         way.local_rail = local;
         way.direct = region->shared && local == core->own_rail && core->route == RC_ROUTE_RELAY;
@@ -97,6 +89,8 @@ static int make_parts(struct rc_submission *s, const struct way *ways, uint32_t 
         part->remote_rail = ways[i].remote_rail;
         part->owner = ways[i].owner;
         part->window_bytes = ways[i].window_bytes;
+        part->entries_max = core->facts.table_entries;
+        if (part->window_bytes && ways[i].window_runs < part->entries_max) part->entries_max = ways[i].window_runs;
         part->direct = ways[i].direct;
         s->any_direct |= part->direct;
         error->rail = part->local_rail;

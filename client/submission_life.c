@@ -76,13 +76,23 @@ void rc_harvest(struct rc_submission *s)
         wake_async(s);
     }
     if (!s->settled && s->done && rr_load_acquire_u32(&shared->settled) == s->generation) rr_store_release_u32(&s->settled, 1);
+    /* Nobody reads the source any more: the daemon has settled it or is dead, and the feeder has let go of it. */
+    if (s->fed && (s->settled || core->dead == RR_DAEMON_GONE)) rr_store_release_u32(&s->source_done, 1);
     if (!s->settled || !s->fed) return;
     s->entry_released = 1;
-    rr_store_release_u32(&s->source_done, 1);
     core->free_entries[core->free_count++] = s->index;
     rc_leave_memory(s);
     unlink_live(s);
     release_locked(s);
+}
+
+/* Holding queue: takes over the end of every submission that has ended, also of those that nobody waits for. */
+void rc_reap(struct rc_core *core)
+{
+    for (struct rc_submission *s = core->live, *next; s; s = next) {
+        next = s->next;
+        rc_harvest(s);
+    }
 }
 
 /* Holding queue: ends a submission without a word of the daemon. It is settled only if nothing of it was published. */
@@ -148,8 +158,8 @@ void rc_cancel(struct rc_submission *s, uint32_t result)
     rc_harvest(s);
     if (!s->done && !s->entry_released && !s->cancelled) {
         struct rr_transfer *shared = &core->transfers[s->index];
-        s->cancelled = 1;
         s->cancel_result = result;
+        rr_store_release_u32(&s->cancelled, 1);
         rr_store_relaxed_u32(&shared->cancel_result, result);
         rr_store_release_u32(&shared->cancel, s->generation);
         if (!s->published) {
@@ -172,7 +182,7 @@ static int look(struct rc_submission *s, int what)
     pthread_mutex_lock(&s->core->queue);
     rc_harvest(s);
     pthread_mutex_unlock(&s->core->queue);
-    return reached(s, what) || (what == 1 && reached(s, 0));
+    return reached(s, what);
 }
 
 int rc_wait(struct rc_submission *s, int what, uint64_t timeout_ns)

@@ -129,20 +129,18 @@ class ClientSocket:
     def _readable(self) -> None:
         for _ in range(PACKETS_A_TURN):
             try:
-                packet, fds, flags, _ = socket.recv_fds(
-                    self._unix, protocol.CLIENT_MESSAGE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-                )
+                packet, fds, cut_off = protocol.receive(self._unix, MAX_FDS, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError as failure:
                 self.close(f"hung up ({failure.strerror})")
                 return
-            self._take(packet, fds, flags)
+            self._take(packet, fds, cut_off)
             if self.closed:
                 return
 
-    def _take(self, packet: bytes, fds: list[int], flags: int) -> None:
-        if packet and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    def _take(self, packet: bytes, fds: list[int], cut_off: bool) -> None:
+        if packet and not cut_off:
             try:
                 message = protocol.client_request(packet)
             except msgspec.MsgspecError as failure:

@@ -82,6 +82,7 @@ static uint32_t add_block(struct builder *b, const struct rr_block *block)
     if (work->run_count == 0) {
         work->owner = remote->owner;
         work->window_bytes = remote->window_bytes;
+        work->window_runs = remote->window_runs;
     } else if (work->owner != remote->owner || work->window_bytes != remote->window_bytes) {
         return RR_BAD_REGION;
     }
@@ -140,7 +141,8 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
             result = add_block(&builder, &block);
         }
     }
-    if (work->bytes > RR_WIRE_BYTES_MAX || (work->window_bytes && work->bytes > work->window_bytes)) result = RR_OUT_OF_BOUNDS;
+    if (work->bytes > RR_WIRE_BYTES_MAX || (work->window_bytes && (work->bytes > work->window_bytes || work->run_count > work->window_runs)))
+        result = RR_OUT_OF_BOUNDS;
     if (rr_transfer_open(client, slice, work->run_count ? work->runs[0].handle : RR_NONE, work->run_count ? work->owner : RR_NONE)) return -1;
     work->tag = rr_load_relaxed_u64(&client->contexts[slice->transfer].tag);
     if (slice->flags & RR_SLICE_FINAL && rr_transfer_total(client, slice)) return -1;

@@ -91,12 +91,13 @@ static void finish(struct rr_client *client, uint32_t transfer, uint32_t generat
     struct rr_transfer *shared = &client->transfers[transfer];
     uint32_t result = fault_of(context, generation);
     uint64_t bytes = rr_load_relaxed_u64(&context->bytes);
-    uint32_t watched = rr_load_relaxed_u32(&context->watched) == generation;
     if (result == RR_OK && rr_load_relaxed_u32(&shared->cancel) == generation)
         result = rr_load_relaxed_u32(&shared->cancel_result) == RR_TIMED_OUT ? RR_TIMED_OUT : RR_CANCELLED;
     rr_store_relaxed_u64(&context->bytes, 0);
     /* The context is idle before the client can learn that it may use the entry again. */
     rr_store_release_u64(&context->word, word_of(generation, 0));
+    rr_full_barrier(); /* with the one in rr_transfer_watch: one of the two sees the other */
+    uint32_t watched = rr_load_relaxed_u32(&context->watched) == generation;
     uint64_t seen = rr_load_acquire_u64(&context->record);
     while (!claim(context, &seen, generation, RR_RECORD_ENDED)) continue;
     if (seen != word_of(generation, RR_RECORD_REPORTING)) {

@@ -126,6 +126,7 @@ static void free_client(struct rr_plane *plane, struct rr_client *client)
         rr_unmap(port->bouncer.memory);
         free(port->bouncer.pending);
         free(port->bouncer.reserved_by);
+        free(port->bouncer.in_use);
         free(port->bouncer.waits);
     }
     for (uint32_t i = 0; client->regions && i < plane->regions_per_client; i++) rr_unmap(client->regions[i].mapping);
@@ -375,9 +376,9 @@ int rr_plane_add_bounce(struct rr_plane *plane, uint32_t number, uint32_t rail, 
     if (!memory) return -error;
     bouncer->pending = calloc(bouncer->slots, sizeof *bouncer->pending);
     bouncer->reserved_by = calloc(bouncer->slots, sizeof *bouncer->reserved_by);
-    bouncer->waits = calloc(RR_BOUNCE_WAITS, sizeof *bouncer->waits);
+    bouncer->in_use = calloc(bouncer->slots, sizeof *bouncer->in_use);
     bouncer->memory = memory;
-    if (!bouncer->pending || !bouncer->reserved_by || !bouncer->waits) return -ENOMEM;
+    if (!bouncer->pending || !bouncer->reserved_by || !bouncer->in_use) return -ENOMEM;
     rr_rail_command(&plane->rails[rail],
                     (struct rr_command){.run = run_bounce, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)bouncer->ring});
     return 0;
@@ -444,7 +445,7 @@ void rr_plane_finish_region_removal(struct rr_plane *plane, uint32_t number, uin
 }
 
 int rr_plane_add_remote(struct rr_plane *plane, uint32_t number, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
-                        uint32_t rail, uint32_t owner, uint32_t window_bytes)
+                        uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs)
 {
     struct rr_client *client = client_at(plane, number);
     if (!client || remote >= plane->remotes_per_client || peer >= plane->max_peers || rail >= RR_MAX_RAILS) return -ENOENT;
@@ -456,6 +457,7 @@ int rr_plane_add_remote(struct rr_plane *plane, uint32_t number, uint32_t remote
     at->bytes = bytes;
     at->owner = owner;
     at->window_bytes = window_bytes;
+    at->window_runs = window_runs;
     rr_store_release_u32(&at->valid, 1);
     return 0;
 }
@@ -473,6 +475,7 @@ static void run_add_sender(struct rr_rail *rail, struct rr_command *command)
     struct rr_path *path = rr_path_of(rail, (uint32_t)command->b, (uint32_t)(command->b >> 32), (uint32_t)(command->c & 1));
     if (path->connection) {
         close((int)command->d);
+        rr_event_push(rail->plane, RR_EVENT_SENDER_LOST, rail->number, (int64_t)command->a, EEXIST, path->peer, path->remote_rail, 0);
         return;
     }
     rail->nic->ops->add_sender(rail->nic, command->a, path, (uint32_t)(command->c >> 32), (int)command->d);
@@ -531,37 +534,36 @@ int rr_plane_close_sender(struct rr_plane *plane, uint32_t rail, uint64_t connec
 }
 
 struct path_key {
-    uint32_t peer, remote_rail;
+    uint32_t peer, remote_rail, class_; /* RR_NONE: any */
 };
 
 static int of_path(const struct rr_work *work, const void *context)
 {
     const struct path_key *key = context;
-    return work->peer == key->peer && (key->remote_rail == RR_NONE || work->remote_rail == key->remote_rail);
+    return work->peer == key->peer && (key->remote_rail == RR_NONE || work->remote_rail == key->remote_rail) &&
+           (key->class_ == RR_NONE || work->class_ == key->class_);
 }
 
 static void run_fail_path(struct rr_rail *rail, struct rr_command *command)
 {
-    struct path_key key = {(uint32_t)command->a, (uint32_t)command->b};
-    for (uint32_t class_ = 0; class_ < RR_CLASSES; class_++) {
-        struct rr_path *path = rr_path_of(rail, key.peer, key.remote_rail, class_);
-        path->wanted = 0;
-    }
+    struct path_key key = {(uint32_t)command->a, (uint32_t)command->b, (uint32_t)command->d};
+    rr_path_of(rail, key.peer, key.remote_rail, key.class_)->wanted = 0;
     rr_purge(rail, of_path, &key, (uint32_t)command->c);
     done(rail, command, 0);
 }
 
-int rr_plane_fail_path(struct rr_plane *plane, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie)
+int rr_plane_fail_path(struct rr_plane *plane, uint32_t rail, uint32_t peer, uint32_t remote_rail, int express, uint32_t result,
+                       uint64_t cookie)
 {
     if (rail >= plane->rail_count || peer >= plane->max_peers || remote_rail >= RR_MAX_RAILS) return -ENOENT;
     rr_rail_command(&plane->rails[rail],
-                    (struct rr_command){.run = run_fail_path, .cookie = cookie, .a = peer, .b = remote_rail, .c = result});
+                    (struct rr_command){.run = run_fail_path, .cookie = cookie, .a = peer, .b = remote_rail, .c = result, .d = express != 0});
     return 0;
 }
 
 static void run_drop_peer(struct rr_rail *rail, struct rr_command *command)
 {
-    struct path_key key = {(uint32_t)command->a, RR_NONE};
+    struct path_key key = {(uint32_t)command->a, RR_NONE, RR_NONE};
     rail->nic->ops->close_senders(rail->nic, key.peer, (uint32_t)command->b);
     rr_purge(rail, of_path, &key, (uint32_t)command->b);
     for (uint32_t remote = 0; remote < RR_MAX_RAILS; remote++) {
@@ -717,10 +719,25 @@ int rr_plane_add_export(struct rr_plane *plane, uint32_t handle, uint32_t sessio
     return 0;
 }
 
+/* Answers once the client has copied what lies in its bounce memory now. */
+static void done_once_emptied(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_client *client = rail->by_number[command->a];
+    struct rr_bouncer *bouncer = client ? &client->ports[rail->number].bouncer : NULL;
+    if (!bouncer || !bouncer->shared || bouncer->filled == bouncer->reclaimed) {
+        done(rail, command, 0);
+        return;
+    }
+    struct rr_deferred *deferred = malloc(sizeof *deferred);
+    if (!deferred) abort();
+    *deferred = (struct rr_deferred){rail->deferred, (uint32_t)command->a, command->cookie, bouncer->filled};
+    rail->deferred = deferred;
+}
+
 static void run_remove_export(struct rr_rail *rail, struct rr_command *command)
 {
     rail->nic->ops->refuse(rail->nic, (uint32_t)command->a, (uint32_t)command->b, 0, RR_REGION_GONE);
-    done(rail, command, 0);
+    done_once_emptied(rail, command);
 }
 
 int rr_plane_remove_export(struct rr_plane *plane, uint32_t handle, uint64_t cookie)
@@ -732,20 +749,10 @@ int rr_plane_remove_export(struct rr_plane *plane, uint32_t handle, uint64_t coo
     return 0;
 }
 
-/* Bounce frames with the tag that the client has not copied yet must be gone before the answer. */
 static void run_tombstone(struct rr_rail *rail, struct rr_command *command)
 {
     rail->nic->ops->refuse(rail->nic, (uint32_t)command->a, RR_NONE, command->b, RR_ABORTED);
-    struct rr_client *client = rail->by_number[command->a];
-    struct rr_bouncer *bouncer = client ? &client->ports[rail->number].bouncer : NULL;
-    if (!bouncer || !bouncer->shared || bouncer->filled == bouncer->reclaimed) {
-        done(rail, command, 0);
-        return;
-    }
-    struct rr_deferred *deferred = malloc(sizeof *deferred);
-    if (!deferred) abort();
-    *deferred = (struct rr_deferred){rail->deferred, (uint32_t)command->a, command->cookie, bouncer->filled};
-    rail->deferred = deferred;
+    done_once_emptied(rail, command);
 }
 
 static uint64_t *tombstone_word(struct rr_tombstones *set, uint64_t tag)

@@ -176,12 +176,13 @@ class Peers:
 
     async def _forget(self, peer: Peer) -> None:
         plane = self._ctx.plane
-        if peer.instance:
-            await self._ctx.commands.to_all(lambda cookie: plane.drop_peer(peer.row, Result.PEER_LOST, cookie))
+        # First, so that no rail takes a new slice for the peer after it has dropped the old ones.
         for client in peer.users:
             for remote in client.remotes.values():
                 if remote.peer is peer:
                     plane.remove_remote(client.row, remote.index)
+        if peer.instance:
+            await self._ctx.commands.to_all(lambda cookie: plane.drop_peer(peer.row, Result.PEER_LOST, cookie))
         self._senders = {number: sender for number, sender in self._senders.items() if sender.peer is not peer}
         del self._by_row[peer.row]
         self._ctx.state.peer(peer.row, PeerState.FREE, session="", instance=0, rails=0)
@@ -335,7 +336,9 @@ class Peers:
                 ctx.state.error(ErrorCode.RAIL_DOWN, failure.text)
                 if time.monotonic() >= deadline:
                     ctx.commands.send(
-                        lambda cookie: ctx.plane.fail_path(rail, peer.row, remote_rail, Result.RAIL_DOWN, cookie)
+                        lambda cookie: ctx.plane.fail_path(
+                            rail, peer.row, remote_rail, express, Result.RAIL_DOWN, cookie
+                        )
                     )
                     return
                 await asyncio.sleep(pause_s)

@@ -23,7 +23,6 @@
 #define RR_MAX_CLIENTS 256u
 #define RR_CLASSES 2u         /* bulk, express */
 #define RR_TOMBSTONES 65536u  /* aborted tags remembered for a client */
-#define RR_BOUNCE_WAITS 1024u /* connections' requests for bounce memory of one client on one rail */
 #define RR_QUANTUM_BYTES (1u << 20)
 
 enum rr_event_kind {
@@ -69,6 +68,7 @@ struct rr_remote {
     uint64_t bytes;
     uint32_t owner;
     uint32_t window_bytes;
+    uint32_t window_runs;
 };
 
 /* A local region as one peer session may write it; same rules. */
@@ -142,7 +142,7 @@ struct rr_work {
     uint32_t piece_count, run_count, block_count;
     uint32_t slot; /* lane: of the slot; ring: ticket of the slice */
     uint32_t transfer, generation;
-    uint32_t peer, remote_rail, class_, owner, window_bytes;
+    uint32_t peer, remote_rail, class_, owner, window_bytes, window_runs;
     uint32_t state;
 };
 
@@ -184,8 +184,9 @@ struct rr_bouncer {
     struct rr_run *runs;
     struct rr_bounce_pending *pending; /* [slots] by position */
     struct rr_connection **reserved_by; /* [slots]; NULL: free */
-    struct rr_bounce_wait *waits;       /* circular, [RR_BOUNCE_WAITS] */
-    uint64_t waits_head, waits_tail;
+    uint8_t *in_use;                    /* [slots]: holds a frame, or part of one */
+    struct rr_bounce_wait *waits;
+    uint32_t wait_count, wait_capacity;
     uint64_t filled, reclaimed;
     uint32_t slots, owner;
 };
@@ -247,6 +248,7 @@ struct rr_command {
     uint64_t pointer_bytes;
 };
 
+/* An answer that waits until the client has emptied its bounce memory up to a position. */
 struct rr_deferred {
     struct rr_deferred *next;
     uint32_t client;
@@ -324,7 +326,7 @@ int rr_plane_add_region(struct rr_plane *plane, uint32_t client, uint32_t region
 int rr_plane_remove_region(struct rr_plane *plane, uint32_t client, uint32_t region, uint64_t cookie);
 void rr_plane_finish_region_removal(struct rr_plane *plane, uint32_t client, uint32_t region, int busy);
 int rr_plane_add_remote(struct rr_plane *plane, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
-                        uint32_t rail, uint32_t owner, uint32_t window_bytes);
+                        uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs);
 void rr_plane_remove_remote(struct rr_plane *plane, uint32_t client, uint32_t remote);
 int rr_plane_add_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
                         uint32_t epoch, int fd);
@@ -332,7 +334,8 @@ int rr_plane_add_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connec
 int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint64_t placed, const struct rr_ack *acks,
                            uint32_t ack_count, uint64_t cookie);
 int rr_plane_close_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection);
-int rr_plane_fail_path(struct rr_plane *plane, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie);
+int rr_plane_fail_path(struct rr_plane *plane, uint32_t rail, uint32_t peer, uint32_t remote_rail, int express, uint32_t result,
+                       uint64_t cookie);
 int rr_plane_drop_peer(struct rr_plane *plane, uint32_t peer, uint32_t result, uint64_t cookie);
 int rr_plane_fence_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection);
 int rr_plane_fence_acks(struct rr_plane *plane, uint64_t connection, struct rr_ack *acks); /* count or -1; forgets them */

@@ -48,8 +48,9 @@ class DataPlane:
     def remove_region(self, client: int, region: int, cookie: int) -> None:
         """All rails answer; value = slices in flight that read it. Then finish_region_removal(busy)."""
     def finish_region_removal(self, client: int, region: int, busy: bool) -> None: ...
-    def add_remote(self, client: int, remote: int, peer: int, handle: int, nbytes: int, rail: int, owner: int, window_bytes: int) -> None:
-        """rail: the peer's rail of the region; owner and window_bytes as in protocol.PeerRegion."""
+    def add_remote(self, client: int, remote: int, peer: int, handle: int, nbytes: int, rail: int, owner: int, window_bytes: int,
+                   window_runs: int) -> None:
+        """rail: the peer's rail of the region; owner, window_bytes and window_runs as in protocol.RegionOpened."""
     def remove_remote(self, client: int, remote: int) -> None: ...
 
     # transfers
@@ -79,7 +80,7 @@ class DataPlane:
         """The receiver has fenced the connection: placed slices complete, refused ones fail, others are queued again."""
     def close_sender(self, rail: int, connection: int) -> None:
         """Closes a live connection as if it were lost: SENDER_LOST follows."""
-    def fail_path(self, rail: int, peer: int, remote_rail: int, result: int, cookie: int) -> None:
+    def fail_path(self, rail: int, peer: int, remote_rail: int, express: bool, result: int, cookie: int) -> None:
         """Fails the slices that wait for a connection on this path (not the posted ones)."""
     def drop_peer(self, peer: int, result: int, cookie: int) -> None:
         """Fails everything for the peer, posted included, with ``result`` and closes its sender connections. All rails answer."""

@@ -63,7 +63,7 @@ cdef extern from "plane.h" nogil:
     int rr_plane_remove_region(rr_plane *, uint32_t client, uint32_t region, uint64_t cookie)
     void rr_plane_finish_region_removal(rr_plane *, uint32_t client, uint32_t region, int busy)
     int rr_plane_add_remote(rr_plane *, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
-                            uint32_t rail, uint32_t owner, uint32_t window_bytes)
+                            uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs)
     void rr_plane_remove_remote(rr_plane *, uint32_t client, uint32_t remote)
     int rr_plane_add_sender(rr_plane *, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
                             uint32_t epoch, int fd)
@@ -71,7 +71,7 @@ cdef extern from "plane.h" nogil:
     int rr_plane_settle_sender(rr_plane *, uint32_t rail, uint64_t connection, uint64_t placed, const rr_ack *acks,
                                uint32_t ack_count, uint64_t cookie)
     int rr_plane_close_sender(rr_plane *, uint32_t rail, uint64_t connection)
-    int rr_plane_fail_path(rr_plane *, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie)
+    int rr_plane_fail_path(rr_plane *, uint32_t rail, uint32_t peer, uint32_t remote_rail, int express, uint32_t result, uint64_t cookie)
     int rr_plane_drop_peer(rr_plane *, uint32_t peer, uint32_t result, uint64_t cookie)
     int rr_plane_fence_receiver(rr_plane *, uint32_t rail, uint64_t connection)
     int rr_plane_fence_acks(rr_plane *, uint64_t connection, rr_ack *acks)
@@ -113,12 +113,9 @@ cdef int check(int status) except -1:
     return status
 
 
-cdef void prefault(rr_mapping *mapping):
-    if mapping is NULL:
-        return
-    cdef uint8_t *base = mapping.base
-    cdef uint64_t left = mapping.bytes, step
+cdef void prefault(uint8_t *base, uint64_t left):
     # In steps, so that page tables of one process are not locked for long. An unmapped range is refused, no more.
+    cdef uint64_t step
     with nogil:
         while left:
             step = left if left < 64 << 20 else 64 << 20
@@ -206,21 +203,30 @@ cdef class DataPlane:
 
     def prefault_region(self, uint32_t client, uint32_t region):
         cdef rr_client *at = self.client(client)
-        if at is not NULL and region < self.plane.regions_per_client:
-            prefault(at.regions[region].mapping)
+        if at is not NULL and region < self.plane.regions_per_client and at.regions[region].mapping is not NULL:
+            prefault(at.regions[region].mapping.base, at.regions[region].mapping.bytes)
 
     def prefault_rail(self, uint32_t client, uint32_t rail):
         cdef rr_client *at = self.client(client)
-        if at is not NULL and rail < self.plane.rail_count:
-            prefault(at.ports[rail].lane_memory)
-            prefault(at.ports[rail].bouncer.memory)
+        if at is NULL or rail >= self.plane.rail_count:
+            return
+        # Both are read before the GIL is given up: the client may be released meanwhile.
+        cdef rr_mapping[2] found
+        found[0].bytes = found[1].bytes = 0
+        if at.ports[rail].lane_memory is not NULL:
+            found[0] = at.ports[rail].lane_memory[0]
+        if at.ports[rail].bouncer.memory is not NULL:
+            found[1] = at.ports[rail].bouncer.memory[0]
+        prefault(found[0].base, found[0].bytes)
+        prefault(found[1].base, found[1].bytes)
 
     def finish_region_removal(self, uint32_t client, uint32_t region, bint busy):
         rr_plane_finish_region_removal(self.plane, client, region, busy)
 
     def add_remote(self, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t nbytes, uint32_t rail,
-                   uint32_t owner, uint32_t window_bytes):
-        check(rr_plane_add_remote(self.plane, client, remote, peer, handle, nbytes, rail, owner, window_bytes))
+                   uint32_t owner, uint32_t window_bytes, uint32_t window_runs):
+        check(rr_plane_add_remote(self.plane, client, remote, peer, handle, nbytes, rail, owner, window_bytes,
+                                  window_runs))
 
     def remove_remote(self, uint32_t client, uint32_t remote):
         rr_plane_remove_remote(self.plane, client, remote)
@@ -328,8 +334,8 @@ cdef class DataPlane:
     def close_sender(self, uint32_t rail, uint64_t connection):
         check(rr_plane_close_sender(self.plane, rail, connection))
 
-    def fail_path(self, uint32_t rail, uint32_t peer, uint32_t remote_rail, uint32_t result, uint64_t cookie):
-        check(rr_plane_fail_path(self.plane, rail, peer, remote_rail, result, cookie))
+    def fail_path(self, uint32_t rail, uint32_t peer, uint32_t remote_rail, bint express, uint32_t result, uint64_t cookie):
+        check(rr_plane_fail_path(self.plane, rail, peer, remote_rail, express, result, cookie))
 
     def drop_peer(self, uint32_t peer, uint32_t result, uint64_t cookie):
         check(rr_plane_drop_peer(self.plane, peer, result, cookie))

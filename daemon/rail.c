@@ -85,6 +85,14 @@ static void pop_flow(struct rr_path *path)
     flow->next = NULL;
 }
 
+/* The first flow has nothing queued. */
+static void drop_flow(struct rr_path *path)
+{
+    struct rr_flow *flow = path->flow_first;
+    pop_flow(path);
+    flow->active = 0;
+}
+
 static void push_flow(struct rr_path *path, struct rr_flow *flow)
 {
     if (path->flow_last)
@@ -132,8 +140,7 @@ struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path)
     while ((flow = path->flow_first)) {
         struct rr_work *work = flow->first;
         if (!work) {
-            pop_flow(path);
-            flow->active = 0;
+            drop_flow(path);
             continue;
         }
         if (flow->deficit < work->bytes) {
@@ -250,6 +257,7 @@ static int post(struct rr_rail *rail)
     while (*link) {
         struct rr_path *path = *link;
         work_count += rail->nic->ops->post(rail->nic, path);
+        while (path->flow_first && !path->flow_first->first) drop_flow(path);
         if (!path->flow_first) {
             path->active = 0;
             *link = path->next_active;

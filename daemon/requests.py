@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import fcntl
 import os
 import secrets
-import stat
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -237,6 +237,7 @@ class Requests:
                     opened.rail,
                     opened.owner,
                     opened.window_bytes,
+                    opened.window_runs,
                 )
             except Exception:
                 self._peers.close_region(peer, opened.handle)
@@ -246,7 +247,8 @@ class Requests:
             raise
         client.remotes[index] = Remote(index, peer, opened.handle)
         return protocol.RegionOpened(
-            message.id, index, opened.address, opened.bytes, opened.rail, opened.owner, opened.window_bytes
+            message.id, index, opened.address, opened.bytes, opened.rail, opened.owner, opened.window_bytes,
+            opened.window_runs,
         )
 
     def _close_region(self, client: Client, message: protocol.CloseRegion) -> Reply:
@@ -300,10 +302,13 @@ def _timeout(timeout_s: float) -> float:
 
 def _check_file(fd: int, offset: int, nbytes: int) -> None:
     facts = os.fstat(fd)
-    if not stat.S_ISREG(facts.st_mode):
+    try:
+        # Only shared memory knows seals. A file of a slow file system would hold up the rails in a page fault.
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
         raise RelayError(
             ErrorCode.NOT_SUPPORTED, "the descriptor of a shared region must be a memfd or shared memory object"
-        )
+        ) from None
     if offset < 0 or offset + nbytes > facts.st_size:
         raise RelayError(
             ErrorCode.OUT_OF_BOUNDS,
@@ -313,7 +318,7 @@ def _check_file(fd: int, offset: int, nbytes: int) -> None:
 
 def _check_region(peer: Peer, opened: protocol.PeerRegion) -> None:
     """What the peer says of its region must fit the tables here."""
-    numbers = (opened.handle, opened.owner, opened.window_bytes)
+    numbers = (opened.handle, opened.owner, opened.window_bytes, opened.window_runs)
     if not (
         0 <= opened.rail < len(peer.rails)
         and 0 < opened.bytes < 1 << 63

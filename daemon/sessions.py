@@ -212,7 +212,14 @@ class Sessions:
         export.users += 1
         window_bytes = 0 if region.shared else int(self._ctx.config.relay.slot_bytes)
         return protocol.PeerRegion(
-            message.id, export.handle, region.address, region.nbytes, region.rail, region.client.row, window_bytes
+            message.id,
+            export.handle,
+            region.address,
+            region.nbytes,
+            region.rail,
+            region.client.row,
+            window_bytes,
+            self._ctx.config.relay.table_entries,
         )
 
     def _close_region(self, session: Session, message: protocol.PeerCloseRegion) -> Answer | Awaitable[Answer]:

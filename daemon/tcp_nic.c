@@ -96,7 +96,7 @@ struct rr_connection *tcp_add_connection(struct tcp_nic *nic, uint64_t id, enum 
     c->next = nic->connections;
     nic->connections = c;
     struct epoll_event event = {.events = events, .data.ptr = c};
-    epoll_ctl(nic->epoll_fd, EPOLL_CTL_ADD, fd, &event);
+    if (epoll_ctl(nic->epoll_fd, EPOLL_CTL_ADD, fd, &event)) c->watch_error = errno;
     return c;
 }
 

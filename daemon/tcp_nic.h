@@ -17,7 +17,7 @@
 #define SCRATCH_BYTES 65536u
 #define EVENTS_PER_POLL 64
 #define RECEIVE_WAKE_BYTES 262144u /* a receiver in the middle of a frame sleeps until this much more is there */
-#define REPLIES_MAX (2 * RR_WINDOW + RR_BOUNCE_WAITS)
+#define REPLIES_MAX (3 * RR_WINDOW)
 
 struct frame {
     uint32_t magic;
@@ -50,6 +50,7 @@ struct rr_connection {
     struct rr_connection *next;
     enum role role;
     int fd; /* -1: lost */
+    int watch_error;
     uint64_t id;
 
     /* sender */
@@ -68,6 +69,7 @@ struct rr_connection {
     uint16_t window_free[RR_WINDOW];
     uint32_t window_free_count;
     struct rr_work *parked;  /* waiting for a grant */
+    uint32_t parked_count;
     struct rr_work *granted, *granted_last;
     uint64_t next_want;
     struct {
@@ -92,6 +94,7 @@ struct rr_connection {
     uint32_t patches; /* rr_guard_patches() when the frame began */
     int32_t bounce_slot; /* -1: none */
     uint32_t bounces_pending;
+    uint32_t wants; /* not answered yet */
     int fencing;
     uint64_t received;   /* sequence of the last whole frame */
     struct rr_ack acks[RR_WINDOW]; /* the latest, circular; no more replies can be on their way */
@@ -131,7 +134,18 @@ void tcp_purge(struct rr_nic *base);
 void tcp_abandon(struct rr_nic *base, struct rr_client *client);
 void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context);
 
+/* tcp_bounce.c */
+struct rr_bouncer *tcp_bouncer_of(struct rr_rail *rail, uint32_t number);
+void tcp_on_want(struct tcp_nic *nic, struct rr_connection *c);
+void tcp_on_return(struct tcp_nic *nic, struct rr_connection *c);
+void tcp_publish_bounce(struct tcp_nic *nic, struct rr_connection *c);
+void tcp_free_bounce_slot(struct tcp_nic *nic, struct rr_bouncer *bouncer, uint32_t slot);
+void tcp_forget_bounces(struct tcp_nic *nic, struct rr_connection *c);
+
 /* tcp_receiver.c */
+void tcp_queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t type, uint16_t code, uint64_t sequence, uint64_t grant,
+                     uint64_t window);
+void tcp_acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequence, uint16_t code, uint32_t window);
 void tcp_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int fd);
 void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c);
 int tcp_read_frames(struct tcp_nic *nic, struct rr_connection *c);

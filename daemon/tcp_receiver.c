@@ -14,6 +14,7 @@ void tcp_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int fd
     struct rr_connection *c = tcp_add_connection(tcp(base), id, RECEIVER, fd, EPOLLIN | EPOLLRDHUP);
     c->session = session;
     c->wake_bytes = 1;
+    if (c->watch_error) tcp_lose(base, c, c->watch_error);
 }
 
 void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c)
@@ -48,7 +49,7 @@ void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c)
 }
 
 /* A sender that keeps to its window can never fill the list: one that does not is cut off. */
-static void queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t type, uint16_t code, uint64_t sequence, uint64_t grant,
+void tcp_queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t type, uint16_t code, uint64_t sequence, uint64_t grant,
                         uint64_t window)
 {
     if (c->fd < 0) return;
@@ -60,66 +61,10 @@ static void queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t t
     *reply = (struct reply){REPLY_MAGIC, type, code, sequence, grant, window};
 }
 
-static void acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequence, uint16_t code, uint32_t window)
+void tcp_acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequence, uint16_t code, uint32_t window)
 {
     c->acks[c->ack_count++ % RR_WINDOW] = (struct rr_ack){sequence, code};
-    queue_reply(nic, c, REPLY_DONE, code, sequence, 0, window);
-}
-
-/* In rr_bouncer.reserved_by: the slot holds a frame, or part of one. */
-#define IN_USE ((struct rr_connection *)1)
-
-static struct rr_bouncer *bouncer_of(struct rr_rail *rail, uint32_t number)
-{
-    struct rr_client *client = number < RR_MAX_CLIENTS ? rail->by_number[number] : NULL;
-    if (!client) return NULL;
-    struct rr_bouncer *bouncer = &client->ports[rail->number].bouncer;
-    return bouncer->shared ? bouncer : NULL;
-}
-
-static void grant_waiting(struct tcp_nic *nic, struct rr_bouncer *bouncer)
-{
-    while (bouncer->waits_head != bouncer->waits_tail) {
-        struct rr_bounce_wait *wait = &bouncer->waits[bouncer->waits_head % RR_BOUNCE_WAITS];
-        if (wait->connection) {
-            uint32_t slot = 0;
-            while (slot < bouncer->slots && bouncer->reserved_by[slot]) slot++;
-            if (slot == bouncer->slots) return;
-            bouncer->reserved_by[slot] = wait->connection;
-            queue_reply(nic, wait->connection, REPLY_GRANT, RR_OK, wait->sequence, slot + 1, bouncer->owner);
-            tcp_flush_replies(nic, wait->connection);
-        }
-        bouncer->waits_head++;
-    }
-}
-
-static void on_want(struct tcp_nic *nic, struct rr_connection *c)
-{
-    struct rr_rail *rail = nic->base.rail;
-    struct rr_bouncer *bouncer = bouncer_of(rail, c->in.owner);
-    if (!bouncer) {
-        queue_reply(nic, c, REPLY_GRANT, RR_REGION_GONE, c->in.sequence, 0, 0);
-    } else if (c->in.bytes > rail->plane->slot_bytes) {
-        queue_reply(nic, c, REPLY_GRANT, RR_OUT_OF_BOUNDS, c->in.sequence, 0, 0);
-    } else if (bouncer->waits_tail - bouncer->waits_head >= RR_BOUNCE_WAITS) {
-        tcp_lose(&nic->base, c, ENOBUFS);
-    } else {
-        bouncer->waits[bouncer->waits_tail++ % RR_BOUNCE_WAITS] = (struct rr_bounce_wait){c, c->in.sequence};
-        grant_waiting(nic, bouncer);
-    }
-}
-
-static void free_bounce_slot(struct tcp_nic *nic, struct rr_bouncer *bouncer, uint32_t slot)
-{
-    bouncer->reserved_by[slot] = NULL;
-    grant_waiting(nic, bouncer);
-}
-
-static void on_return(struct tcp_nic *nic, struct rr_connection *c)
-{
-    struct rr_bouncer *bouncer = bouncer_of(nic->base.rail, c->in.owner);
-    uint64_t slot = c->in.grant - 1;
-    if (bouncer && slot < bouncer->slots && bouncer->reserved_by[slot] == c) free_bounce_slot(nic, bouncer, (uint32_t)slot);
+    tcp_queue_reply(nic, c, REPLY_DONE, code, sequence, 0, window);
 }
 
 static int tombstone(const struct rr_client *client, uint64_t tag)
@@ -194,16 +139,16 @@ static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
     c->code = check_runs(rail, c);
     if (c->code == RR_PROTOCOL) return -1;
     if (c->in.grant) {
-        struct rr_bouncer *bouncer = bouncer_of(rail, c->in.owner);
+        struct rr_bouncer *bouncer = tcp_bouncer_of(rail, c->in.owner);
         uint64_t slot = c->in.grant - 1;
         if (!bouncer) {
             c->code = RR_REGION_GONE;
-        } else if (slot >= bouncer->slots || bouncer->reserved_by[slot] != c || c->in.bytes > rail->plane->slot_bytes ||
+        } else if (slot >= bouncer->slots || bouncer->reserved_by[slot] != c || bouncer->in_use[slot] || c->in.bytes > rail->plane->slot_bytes ||
                    c->in.run_count > rail->plane->table_entries) {
             return -1;
         } else {
             c->bounce_slot = (int32_t)slot;
-            bouncer->reserved_by[slot] = IN_USE; /* a grant is good for one frame */
+            bouncer->in_use[slot] = 1; /* a grant is good for one frame */
             c->iov[0].iov_base = bouncer->memory->base + slot * rail->plane->slot_bytes;
             c->iov[0].iov_len = c->in.bytes;
             c->iov_count = 1;
@@ -212,28 +157,6 @@ static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
     c->refused = c->code != RR_OK;
     if (c->refused) rr_count(rail, RR_RAIL_REFUSED_FRAMES, 1);
     return 0;
-}
-
-static void publish_bounce(struct tcp_nic *nic, struct rr_connection *c)
-{
-    struct rr_rail *rail = nic->base.rail;
-    struct rr_plane *plane = rail->plane;
-    struct rr_client *client = rail->by_number[c->in.owner];
-    struct rr_bouncer *bouncer = &client->ports[rail->number].bouncer;
-    uint64_t at = bouncer->filled % bouncer->slots;
-    struct rr_bounce_frame *frame = &bouncer->frames[at];
-    struct rr_run *runs = bouncer->runs + at * plane->table_entries;
-    for (uint32_t i = 0; i < c->in.run_count; i++)
-        runs[i] = (struct rr_run){c->runs[i].offset, c->runs[i].length, plane->exports[c->runs[i].handle % plane->max_exports].region};
-    frame->slot = (uint32_t)c->bounce_slot;
-    frame->run_count = c->in.run_count;
-    frame->bytes = c->in.bytes;
-    bouncer->pending[at] = (struct rr_bounce_pending){c, c->in.sequence, c->in.tag, (uint32_t)c->bounce_slot, c->in.window};
-    c->bounces_pending++;
-    bouncer->filled++;
-    rr_store_release_u64(&bouncer->shared->filled, bouncer->filled); /* SYNC filled */
-    rr_count(rail, RR_RAIL_BOUNCED_BYTES, c->in.bytes);
-    rr_count_wake(&client->control->bounce_wake, &client->control->bounce_sleeping);
 }
 
 /* Did the owner cut off a region while the frame was placed in it? */
@@ -259,11 +182,11 @@ static void on_frame(struct tcp_nic *nic, struct rr_connection *c)
     rr_count(rail, RR_RAIL_BYTES_RECEIVED, c->in.bytes);
     c->stage = HEADER;
     if (c->bounce_slot >= 0 && !c->refused) {
-        publish_bounce(nic, c);
+        tcp_publish_bounce(nic, c);
     } else {
-        struct rr_bouncer *bouncer = c->bounce_slot >= 0 ? bouncer_of(rail, c->in.owner) : NULL;
-        if (bouncer) free_bounce_slot(nic, bouncer, (uint32_t)c->bounce_slot);
-        acknowledge(nic, c, c->in.sequence, c->code, c->in.window);
+        struct rr_bouncer *bouncer = c->bounce_slot >= 0 ? tcp_bouncer_of(rail, c->in.owner) : NULL;
+        if (bouncer) tcp_free_bounce_slot(nic, bouncer, (uint32_t)c->bounce_slot);
+        tcp_acknowledge(nic, c, c->in.sequence, c->code, c->in.window);
     }
     c->bounce_slot = -1;
 }
@@ -274,11 +197,11 @@ static int on_header(struct tcp_nic *nic, struct rr_connection *c)
     c->in_have = 0;
     if (c->in.magic != FRAME_MAGIC) return -1;
     if (c->in.type == FRAME_WANT) {
-        on_want(nic, c);
+        tcp_on_want(nic, c);
         return c->fd < 0 ? -2 : 0;
     }
     if (c->in.type == FRAME_RETURN) {
-        on_return(nic, c);
+        tcp_on_return(nic, c);
         return 0;
     }
     if (c->in.type != FRAME_DATA || c->in.sequence != c->received + 1 || c->in.run_count == 0 || c->in.run_count > RR_WIRE_RUNS_MAX ||
@@ -442,62 +365,6 @@ int tcp_read_frames(struct tcp_nic *nic, struct rr_connection *c)
     return work_count;
 }
 
-int tcp_reclaim(struct rr_nic *base, struct rr_client *client)
-{
-    struct tcp_nic *nic = tcp(base);
-    struct rr_rail *rail = base->rail;
-    struct rr_bouncer *bouncer = &client->ports[rail->number].bouncer;
-    uint64_t emptied = rr_load_acquire_u64(&bouncer->shared->emptied); /* SYNC emptied */
-    if (emptied - bouncer->reclaimed > bouncer->filled - bouncer->reclaimed) {
-        rr_violation(rail, client, RR_PROTOCOL, emptied, bouncer->filled, 0);
-        return 0;
-    }
-    int work_count = 0;
-    while (bouncer->reclaimed != emptied) {
-        uint64_t at = bouncer->reclaimed % bouncer->slots;
-        struct rr_bounce_pending pending = bouncer->pending[at];
-        uint32_t result = rr_load_relaxed_u32(&bouncer->frames[at].result);
-        bouncer->reclaimed++;
-        pending.connection->bounces_pending--;
-        acknowledge(nic, pending.connection, pending.sequence, result == RR_OK ? RR_OK : RR_REGION_GONE, pending.window);
-        tcp_flush_replies(nic, pending.connection);
-        if (pending.connection->fencing) base->ops->fence(base, pending.connection);
-        free_bounce_slot(nic, bouncer, pending.slot);
-        work_count++;
-    }
-    return work_count;
-}
-
-/* The client is gone: nobody empties its bounce memory any more. */
-void tcp_drop_bounces(struct rr_nic *base, struct rr_client *client)
-{
-    struct tcp_nic *nic = tcp(base);
-    struct rr_bouncer *bouncer = &client->ports[base->rail->number].bouncer;
-    if (!bouncer->shared) return;
-    while (bouncer->waits_head != bouncer->waits_tail) {
-        struct rr_bounce_wait *wait = &bouncer->waits[bouncer->waits_head++ % RR_BOUNCE_WAITS];
-        if (!wait->connection) continue;
-        queue_reply(nic, wait->connection, REPLY_GRANT, RR_REGION_GONE, wait->sequence, 0, 0);
-        tcp_flush_replies(nic, wait->connection);
-    }
-    while (bouncer->reclaimed != bouncer->filled) {
-        struct rr_bounce_pending pending = bouncer->pending[bouncer->reclaimed++ % bouncer->slots];
-        pending.connection->bounces_pending--;
-        acknowledge(nic, pending.connection, pending.sequence, RR_REGION_GONE, pending.window);
-        tcp_flush_replies(nic, pending.connection);
-        if (pending.connection->fencing) base->ops->fence(base, pending.connection);
-    }
-    for (struct rr_connection *c = nic->connections; c; c = c->next) {
-        if (c->role == RECEIVER && c->stage == PAYLOAD && c->bounce_slot >= 0 && c->in.owner == client->number) {
-            c->refused = 1;
-            c->code = RR_REGION_GONE;
-            c->bounce_slot = -1;
-        }
-    }
-    memset(bouncer->reserved_by, 0, bouncer->slots * sizeof *bouncer->reserved_by);
-    bouncer->shared = NULL;
-}
-
 void tcp_fence(struct rr_nic *base, struct rr_connection *c)
 {
     struct tcp_nic *nic = tcp(base);
@@ -508,17 +375,7 @@ void tcp_fence(struct rr_nic *base, struct rr_connection *c)
     if (!c->fencing) rr_count(rail, RR_RAIL_FENCES, 1);
     c->fencing = 1;
     if (c->bounces_pending) return; /* tcp_reclaim comes back */
-    for (uint32_t i = 0; i < RR_MAX_CLIENTS; i++) {
-        struct rr_bouncer *bouncer = bouncer_of(rail, i);
-        if (!bouncer) continue;
-        for (uint64_t at = bouncer->waits_head; at != bouncer->waits_tail; at++)
-            if (bouncer->waits[at % RR_BOUNCE_WAITS].connection == c) bouncer->waits[at % RR_BOUNCE_WAITS].connection = NULL;
-        for (uint32_t slot = 0; slot < bouncer->slots; slot++) {
-            int half_read = c->bounce_slot == (int32_t)slot && c->in.owner == i;
-            if (bouncer->reserved_by[slot] == c || half_read) bouncer->reserved_by[slot] = NULL;
-        }
-        grant_waiting(nic, bouncer);
-    }
+    tcp_forget_bounces(nic, c);
     struct rr_fence_record *record = calloc(1, sizeof *record);
     if (!record) abort();
     record->connection = c->id;

@@ -16,6 +16,7 @@ struct rr_connection *tcp_add_sender(struct rr_nic *base, uint64_t id, struct rr
     path->epoch = epoch;
     path->wanted = 0;
     path->broken = 0;
+    if (c->watch_error) tcp_lose(base, c, c->watch_error);
     return c;
 }
 
@@ -58,7 +59,12 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     } else {
         work = rr_path_next(rail, c->path);
         if (!work) return 0;
+        if (work->window_bytes && c->parked_count == RR_WINDOW) {
+            rr_path_queue(rail, work, 1);
+            return 0;
+        }
         if (work->window_bytes) {
+            c->parked_count++;
             work->state = RR_WORK_PARKED;
             work->connection = c;
             work->sequence = ++c->next_want;
@@ -202,6 +208,7 @@ static struct rr_work *unpark(struct rr_connection *c, uint64_t want)
         if (work->sequence != want) continue;
         *link = work->next;
         work->next = NULL;
+        c->parked_count--;
         return work;
     }
     return NULL;
@@ -367,6 +374,7 @@ void tcp_purge(struct rr_nic *base)
                 }
                 *link = work->next;
                 work->next = NULL;
+                c->parked_count -= !granted;
                 if (granted) {
                     c->returns[c->return_count].grant = work->grant;
                     c->returns[c->return_count++].owner = work->owner;

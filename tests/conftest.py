@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import leaks
+from helpers import leaks, processes
 from helpers import shim as shims
 from helpers.engines import Engines
 from helpers.nodes import Nodes
@@ -39,6 +39,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed:
         item.stash[_FAILED] = True
     return report
+
+
+def pytest_configure() -> None:
+    processes.adopt_orphans()
 
 
 @pytest.fixture(autouse=True)

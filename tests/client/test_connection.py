@@ -199,6 +199,7 @@ time.sleep(60)
             assert gone.wait(CHILD_SECONDS)
         finally:
             os.kill(child, 9)
+            os.waitpid(child, 0)  # orphans come to this process
         with pytest.raises(DaemonGone, match=f"daemon pid {daemon.pid} exited"):
             connection.check()
         connection.close()

@@ -109,9 +109,8 @@ class Engines:
     def close(self) -> None:
         for engine in self.started:
             processes.end(engine.process)
-            for pid in engine.forked:
-                with contextlib.suppress(ProcessLookupError):
+            for pid in engine.forked:  # orphans come to this process
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
-        forked = [pid for engine in self.started for pid in engine.forked]
+                    os.waitpid(pid, 0)
         self.started.clear()
-        until(lambda: not any(processes.alive(pid) for pid in forked), "forked children end")

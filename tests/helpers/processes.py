@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -66,6 +67,12 @@ def _close(pipe: IO[str] | None) -> None:
     if pipe is not None:
         with contextlib.suppress(BrokenPipeError):
             pipe.close()
+
+
+def adopt_orphans() -> None:
+    """Processes whose parent ends become children of this one, instead of getting lost."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1)
 
 
 def children(pid: int) -> list[int]:

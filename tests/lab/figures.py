@@ -13,6 +13,8 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 Found = dict[str, Any]
 
@@ -25,25 +27,33 @@ _COLOURS: Final = {
     "relay": "#2166ac",
     "relay-all": "#67a9cf",
 }
-_DPI: Final = 110
+_DPI: Final = 90
 _MOST_RAILS: Final = 8
 
 
 def draw(result: Found, path: Path) -> None:
     routes: dict[str, Found] = result["routes"]
     lossless = result["fabric"] == "lossless"
-    columns = max(3, len(routes))
-    figure = plt.figure(figsize=(3.1 * columns, 11.5), layout="constrained")
-    grid = figure.add_gridspec(3, 1, height_ratios=(1.0, 1.15, 1.5))
+    figure = plt.figure(figsize=(max(11.0, 2.6 * len(routes)), 10.5), layout="constrained")
+    grid = figure.add_gridspec(3, 1, height_ratios=(1.0, 1.2, 1.3 if lossless else 0.8))
     bars = grid[0].subgridspec(1, len(_panels(routes, lossless=lossless)))
     for at, (title, values, text) in enumerate(_panels(routes, lossless=lossless)):
         _bars(figure.add_subplot(bars[at]), title, values, text)
     _distributions(figure, grid[1], routes)
-    lines = grid[2].subgridspec(2 if lossless else 1, len(routes))
-    for at, (route, found) in enumerate(routes.items()):
-        _rails(figure.add_subplot(lines[0, at]), route, found["series_received"], found["series_s"], first=at == 0)
-        if lossless:
-            _pauses(figure.add_subplot(lines[1, at]), found, first=at == 0)
+    kinds = [("series_received", "received, share\nof line rate", "viridis")]
+    if lossless:
+        kinds.append(("series_paused", "sending NIC paused,\nshare of time", "magma_r"))
+    rows = grid[2].subgridspec(len(kinds), len(routes))
+    for row, (key, text, colours) in enumerate(kinds):
+        cells = [figure.add_subplot(rows[row, at]) for at in range(len(routes))]
+        images = [_heat(axes, found[key], found, colours) for axes, found in zip(cells, routes.values(), strict=True)]
+        cells[0].set_ylabel("rail", fontsize=9)
+        bar = figure.colorbar(images[-1], ax=cells, pad=0.01, aspect=10)
+        bar.set_label(text, fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+        for axes, route in zip(cells, routes, strict=True):
+            axes.set_title(route if row == 0 else "", fontsize=10, color=_COLOURS[route], fontweight="bold")
+            axes.set_xlabel("s" if row + 1 == len(kinds) else "", fontsize=8)
     some = next(iter(routes.values()))
     figure.suptitle(
         f"{result['case']}, {result['fabric']} fabric: {result['text']}\nNICs of {result['mbit_per_second']:g} Mbit/s,"
@@ -113,6 +123,9 @@ def _distributions(figure: Figure, place: Any, routes: dict[str, Found]) -> None
                 linestyle="--" if route in ("matched", "relay-all") else "-",
             )
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(f"{title}, ms (log scale)", fontsize=9)
         axes.set_ylabel("% that arrived within" if at == 0 else "", fontsize=9)
         axes.tick_params(labelsize=8)
@@ -120,26 +133,13 @@ def _distributions(figure: Figure, place: Any, routes: dict[str, Found]) -> None
         axes.legend(fontsize=8, loc="upper left")
 
 
-def _rails(axes: Axes, route: str, series: list[list[float]], step_s: float, *, first: bool) -> None:
-    """Received by the decode node."""
-    for rail, values in enumerate(series[:_MOST_RAILS]):
-        if max(values, default=0.0) > 0.05:
-            axes.plot(np.arange(len(values)) * step_s, values, linewidth=1, label=f"rail {rail}", color=f"C{rail}")
-    _time_axes(axes, "share received by rail" if first else "", 1.08)
-    axes.set_title(route, fontsize=10, color=_COLOURS[route], fontweight="bold")
-    if first:
-        axes.legend(fontsize=7, loc="lower right")
-
-
-def _pauses(axes: Axes, found: Found, *, first: bool) -> None:
-    for rail, values in enumerate(found["series_paused"][:_MOST_RAILS]):
-        axes.plot(np.arange(len(values)) * found["series_s"], values, linewidth=1, color=f"C{rail}")
-    _time_axes(axes, "share of time a\nsending NIC is paused" if first else "", 1.0)
-    axes.set_xlabel("s", fontsize=8)
-
-
-def _time_axes(axes: Axes, label: str, top: float) -> None:
-    axes.set_ylim(0, top)
-    axes.set_ylabel(label, fontsize=9)
+def _heat(axes: Axes, series: list[list[float]], found: Found, colours: str) -> AxesImage:
+    """A row a rail, time to the right."""
+    shown = series[:_MOST_RAILS]
+    longest = max((len(values) for values in shown), default=0)
+    cells = np.array([[*values, *[np.nan] * (longest - len(values))] for values in shown])
+    extent = (0.0, longest * found["series_s"], len(shown) - 0.5, -0.5)
+    image = axes.imshow(cells, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest", extent=extent)
+    axes.set_yticks(range(len(shown)))
     axes.tick_params(labelsize=7)
-    axes.grid(alpha=0.3)
+    return image

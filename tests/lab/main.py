@@ -15,6 +15,8 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ from lab.cases import CASES, ROUTES, Case
 from lab.fabric import KINDS, Network
 from railrelay.client.cli import _nodes
 from railrelay.client.cli._table import table
+from railrelay.client.errors import RelayError
 
 _SERIES: Final = (
     "victim_quantiles_ms",
@@ -50,11 +53,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--cc", choices=_nodes.congestion_controls(), default="reno", help="default: %(default)s")
     parser.add_argument("--rate", type=int, default=200, metavar="MBIT", help="of a NIC, Mbit/s (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="writes <fabric>-<case>.png and .json there")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="writes <date>-<case>-<fabric>.png and .json there")
     args = parser.parse_args(words)
     if args.list:
         print(_listing())
         return 0
+    if lacks := missing():
+        _say(f"run: this machine lacks {'; '.join(lacks)}")
+        return 2
     case = CASES[args.case]
     routes = args.routes.split(",") if args.routes else list(case.routes)
     for route in routes:
@@ -66,6 +72,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _say("interrupted; namespaces, daemons and engines are gone")
         return 130
+    except (RuntimeError, RelayError, OSError) as failure:
+        _say(f"run: {failure}")
+        return 1
     if args.figures:
         from lab import figures
 
@@ -79,6 +88,18 @@ def main(words: Sequence[str] | None = None) -> int:
         print(report(result))
     lossless_drops = args.fabric == "lossless" and any(found["switch_drops"] for found in result["routes"].values())
     return 1 if lossless_drops else 0
+
+
+def missing() -> list[str]:
+    """What this machine lacks for the laboratory."""
+    lacks = [f"{tool} (iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if shutil.which("cc") is None:
+        lacks.append("a C compiler (cc)")
+    if os.geteuid() != 0:
+        lacks.append("root, for network namespaces")
+    elif not Path("/dev/net/tun").exists():
+        lacks.append("/dev/net/tun")
+    return lacks
 
 
 def run(case: Case, kind: str, routes: Sequence[str], congestion: str, bits_per_second: int) -> dict[str, Any]:

@@ -225,16 +225,19 @@ def test_more_regions_than_allowed_name_the_limit(link: Link) -> None:
 
 
 @pytest.mark.parametrize("kind", memory.KINDS)
-def test_registered_memory_lives_on_though_nobody_holds_it(link: Link, kind: memory.Kind) -> None:
-    """Peers may write it until it is unregistered."""
-    forgotten = memory.make(link.receiver, 65536, kind)
-    watched, offer = weakref.ref(forgotten.array), forgotten.offer()
-    del forgotten
-    gc.collect()
-    remote = link.sender.open(offer)
-    link.sender.write(remote, [link.source.address], [remote.address], 65536).wait(30)
-    assert watched() is not None
-    link.receiver.close()
+def test_registered_memory_lives_on_though_nobody_holds_it(
+    link: Link, pair: tuple[Node, Node], kind: memory.Kind
+) -> None:
+    """Peers may write it until it is unregistered or its client closed."""
+    with pair[1].connect(1) as receiver:
+        forgotten = memory.make(receiver, 65536, kind)
+        watched, offer = weakref.ref(forgotten.array), forgotten.offer()
+        del forgotten
+        gc.collect()
+        remote = link.sender.open(offer)
+        link.sender.write(remote, [link.source.address], [remote.address], 65536).wait(30)
+        remote.close()
+        assert watched() is not None
     gc.collect()
     assert watched() is None
 
