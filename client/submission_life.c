@@ -76,8 +76,10 @@ void rc_harvest(struct rc_submission *s)
         wake_async(s);
     }
     if (!s->settled && s->done && rr_load_acquire_u32(&shared->settled) == s->generation) rr_store_release_u32(&s->settled, 1);
-    /* Nobody reads the source any more: the daemon has settled it or is dead, and the feeder has let go of it. */
-    if (s->fed && (s->settled || core->dead == RR_DAEMON_GONE)) rr_store_release_u32(&s->source_done, 1);
+    /* Nobody reads the source any more: all of it was placed, or the daemon has settled it or is dead and the feeder has
+     * let go of it. */
+    int all_placed = s->done && s->result == RR_OK;
+    if (all_placed || (s->fed && (s->settled || core->dead == RR_DAEMON_GONE))) rr_store_release_u32(&s->source_done, 1);
     if (!s->settled || !s->fed) return;
     s->entry_released = 1;
     core->free_entries[core->free_count++] = s->index;

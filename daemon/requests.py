@@ -4,8 +4,8 @@ client leaves never resumes."""
 from __future__ import annotations
 
 import asyncio
-import itertools
 import fcntl
+import itertools
 import os
 import secrets
 import time

@@ -130,7 +130,7 @@ def _distributions(figure: Figure, place: Any, routes: dict[str, Found]) -> None
         axes.set_ylabel("% that arrived within" if at == 0 else "", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=8, loc="upper left")
+        axes.legend(fontsize=8, loc="best")
 
 
 def _heat(axes: Axes, series: list[list[float]], found: Found, colours: str) -> AxesImage:

@@ -1,0 +1,92 @@
+"""TCP connections of another process, and breaking them: what a failing link or switch does to a daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from helpers.nodes import Node
+from railrelay.client import protocol
+
+_PIDFD_GETFD: Final = 438
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A duplicate of a connected socket that a daemon holds too."""
+
+    socket: socket.socket
+    is_control: bool
+
+    def cut(self) -> None:
+        """Both ends see that it has ended; what was sent may still arrive."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def connections(one: Node, other: Node) -> Iterator[list[Connection]]:
+    """Those that ``one`` has with ``other``, whoever connected. PermissionError if the kernel does not let us see them."""
+    found: list[Connection] = []
+    control = {protocol.parse_session(node.session)[1] for node in (one, other)}
+    with contextlib.ExitStack() as stack:
+        ports = _ports(other)
+        for duplicate in _sockets(one.pid):
+            stack.enter_context(duplicate)
+            with contextlib.suppress(OSError):
+                near, far = duplicate.getsockname()[1], duplicate.getpeername()[1]
+                if far in ports:
+                    found.append(Connection(duplicate, bool({near, far} & control)))
+        yield found
+
+
+def cut(one: Node, other: Node, *, rails: bool = True, control: bool = False, share: float = 1.0, seed: int = 0) -> int:
+    """Cuts a share of the rail connections, of the control connections, or both; how many."""
+    rng = random.Random(seed)
+    with connections(one, other) as found:
+        chosen = [
+            connection
+            for connection in found
+            if (control if connection.is_control else rails) and rng.random() < share
+        ]
+        for connection in chosen:
+            connection.cut()
+        return len(chosen)
+
+
+def _ports(node: Node) -> set[int]:
+    """Local ports of all TCP sockets of a daemon."""
+    found: set[int] = set()
+    for duplicate in _sockets(node.pid):
+        with duplicate, contextlib.suppress(OSError):
+            found.add(duplicate.getsockname()[1])
+    return found
+
+
+def _sockets(pid: int) -> Iterator[socket.socket]:
+    pidfd = os.pidfd_open(pid)
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                if not os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+                    continue
+                fd = _libc.syscall(_PIDFD_GETFD, pidfd, int(name), 0)
+                if fd < 0:
+                    number = ctypes.get_errno()
+                    if number == 9:  # closed meanwhile
+                        continue
+                    raise PermissionError(number, os.strerror(number))
+                duplicate = socket.socket(fileno=fd)
+                if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                    yield duplicate
+                else:
+                    duplicate.close()
+    finally:
+        os.close(pidfd)
