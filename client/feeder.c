@@ -372,7 +372,7 @@ static enum course course_of(struct feeder *f, struct rc_part *part)
         return ENDED;
     }
     if (s->ended_early) return ENDED;
-    if (!s->cancelled && s->deadline_ns) {
+    if (!rr_load_acquire_u32(&s->cancelled) && s->deadline_ns) {
         if (rr_now_ns() >= s->deadline_ns)
             rc_cancel(s, RR_TIMED_OUT);
         else

@@ -208,7 +208,7 @@ int rc_add_lane(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes, uin
     pthread_mutex_lock(&lane->lock);
     rr_lane_producer_init(&lane->producer, shared, core->facts.slots);
     lane->memory_bytes = bytes;
-    lane->memory = memory;
+    rr_store_release_pointer((void **)&lane->memory, memory);
     pthread_mutex_unlock(&lane->lock);
     return 0;
 }

@@ -274,6 +274,8 @@ class Peer:
         """(tag, time-out in ns, a region of the process that is written to)"""
         if not timeout > 0:
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"timeout of {timeout} s; expected more than 0")
+        if notify is not None and not isinstance(notify, bytes):
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"notify is {type(notify).__name__}; expected bytes")
         if notify is not None and len(notify) > protocol.NOTE_BYTES:
             text = f"notify has {len(notify)} bytes; at most {protocol.NOTE_BYTES}"
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)

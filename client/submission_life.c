@@ -235,7 +235,7 @@ void rc_release(struct rc_submission *s)
 void rc_fail_all(struct rc_core *core, uint32_t result)
 {
     pthread_mutex_lock(&core->queue);
-    core->dead = result;
+    rr_store_release_u32(&core->dead, result);
     for (struct rc_submission *s = core->live, *next; s; s = next) {
         next = s->next;
         rc_harvest(s);

@@ -57,6 +57,16 @@ uint32_t rr_transfer_stopped(const struct rr_client *client, uint32_t transfer, 
     return fault_of(&client->contexts[transfer], generation);
 }
 
+/* What the transfer would end as now. The client's own cancel may be in its segment before the main thread hears of it. */
+static uint32_t result_so_far(const struct rr_client *client, uint32_t transfer, uint32_t generation)
+{
+    const struct rr_transfer *shared = &client->transfers[transfer];
+    uint32_t result = fault_of(&client->contexts[transfer], generation);
+    if (result == RR_OK && rr_load_acquire_u32(&shared->cancel) == generation)
+        result = rr_load_relaxed_u32(&shared->cancel_result) == RR_TIMED_OUT ? RR_TIMED_OUT : RR_CANCELLED;
+    return result;
+}
+
 static void wake_waiters(struct rr_client *client, struct rr_transfer *shared)
 {
     rr_full_barrier();
@@ -89,10 +99,8 @@ static void finish(struct rr_client *client, uint32_t transfer, uint32_t generat
 {
     struct rr_context *context = &client->contexts[transfer];
     struct rr_transfer *shared = &client->transfers[transfer];
-    uint32_t result = fault_of(context, generation);
+    uint32_t result = result_so_far(client, transfer, generation);
     uint64_t bytes = rr_load_relaxed_u64(&context->bytes);
-    if (result == RR_OK && rr_load_relaxed_u32(&shared->cancel) == generation)
-        result = rr_load_relaxed_u32(&shared->cancel_result) == RR_TIMED_OUT ? RR_TIMED_OUT : RR_CANCELLED;
     rr_store_relaxed_u64(&context->bytes, 0);
     /* The context is idle before the client can learn that it may use the entry again. */
     rr_store_release_u64(&context->word, word_of(generation, 0));
@@ -146,7 +154,7 @@ int rr_transfer_slice_done(struct rr_client *client, uint32_t transfer, uint32_t
         uint32_t remaining = (uint32_t)word;
         if ((uint32_t)(word >> 32) != generation || !live(remaining)) return -1;
         int note_left = remaining == 2 && rr_load_relaxed_u32(&context->note);
-        int note_void = note_left && fault_of(context, generation);
+        int note_void = note_left && result_so_far(client, transfer, generation);
         uint64_t next = remaining == 1 || note_void ? word_of(generation, RR_COMPLETION_ENDING) : word - 1;
         if (!rr_compare_exchange_u64(&context->word, &word, next)) continue;
         if (remaining == 1 || note_void)

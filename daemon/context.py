@@ -52,9 +52,11 @@ class Context:
     async def close_tasks(self) -> None:
         """Cancels what was spawned and waits for it. Idempotent."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks:  # again, should a task have swallowed it
+            for task in tasks:
+                task.cancel()
+            _, left = await asyncio.wait(tasks, timeout=0.5)
+            tasks = list(left)
 
 
 async def on_worker(make: Callable[[], C]) -> C:

@@ -80,7 +80,8 @@ class Link(asyncio.Protocol):
         self._pending[message.id] = future
         self.send(message)
         try:
-            answer = await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for() may swallow a cancel that comes with the answer
+                answer = await future
         except TimeoutError:
             raise LinkSilent(
                 ErrorCode.PEER_TIMEOUT, f"no answer to {type(message).__name__} within {timeout_s:.3g} s"

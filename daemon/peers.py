@@ -405,6 +405,8 @@ class Peers:
     def close(self) -> None:
         """Closes the control connections. Idempotent; the data plane closes what belongs to rails."""
         for peer in self._by_row.values():
+            peer.gone = True
+            peer.tell()
             if peer.keeper is not None:
                 peer.keeper.cancel()
             if peer.link is not None:

@@ -38,15 +38,19 @@ static int tcp_watch_kick(struct rr_nic *nic, int fd, int watch)
     return epoll_ctl(tcp(nic)->epoll_fd, watch ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, fd, &event);
 }
 
-void tcp_close_socket(struct rr_connection *c)
+void tcp_close_socket(struct tcp_nic *nic, struct rr_connection *c)
 {
-    if (c->fd >= 0) close(c->fd);
+    if (c->fd < 0) return;
+    /* Closing is not enough where somebody else holds the socket too: epoll would go on reporting it. */
+    epoll_ctl(nic->epoll_fd, EPOLL_CTL_DEL, c->fd, NULL);
+    shutdown(c->fd, SHUT_RDWR);
+    close(c->fd);
     c->fd = -1;
 }
 
 void tcp_free_connection(struct tcp_nic *nic, struct rr_connection *c)
 {
-    tcp_close_socket(c);
+    tcp_close_socket(nic, c);
     for (struct rr_connection **link = &nic->connections; *link; link = &(*link)->next) {
         if (*link == c) {
             *link = c->next;
@@ -121,7 +125,7 @@ void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error)
 {
     struct rr_rail *rail = base->rail;
     if (c->fd < 0) return;
-    tcp_close_socket(c);
+    tcp_close_socket(tcp(base), c);
     rr_count(rail, RR_RAIL_CONNECTIONS_LOST, 1);
     if (c->role == SENDER) {
         c->path->connection = NULL;

@@ -118,7 +118,7 @@ static inline struct tcp_nic *tcp(struct rr_nic *nic) { return (struct tcp_nic *
 
 /* tcp_nic.c */
 struct rr_connection *tcp_add_connection(struct tcp_nic *nic, uint64_t id, enum role role, int fd, uint32_t events);
-void tcp_close_socket(struct rr_connection *c);
+void tcp_close_socket(struct tcp_nic *nic, struct rr_connection *c);
 void tcp_free_connection(struct tcp_nic *nic, struct rr_connection *c);
 void tcp_touch(const struct iovec *pieces, uint32_t count);
 void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error);

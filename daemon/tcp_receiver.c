@@ -371,7 +371,7 @@ void tcp_fence(struct rr_nic *base, struct rr_connection *c)
     struct rr_rail *rail = base->rail;
     struct rr_plane *plane = rail->plane;
     if (c->role != RECEIVER) return;
-    tcp_close_socket(c);
+    tcp_close_socket(nic, c);
     if (!c->fencing) rr_count(rail, RR_RAIL_FENCES, 1);
     c->fencing = 1;
     if (c->bounces_pending) return; /* tcp_reclaim comes back */

@@ -320,7 +320,7 @@ void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, c
     struct rr_rail *rail = base->rail;
     if (c->role != SENDER) return;
     if (c->fd >= 0) {
-        tcp_close_socket(c);
+        tcp_close_socket(tcp(base), c);
         c->path->connection = NULL;
     }
     c->path->broken = 0;
