@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import random
 import socket
@@ -80,7 +81,7 @@ def _sockets(pid: int) -> Iterator[socket.socket]:
                 fd = _libc.syscall(_PIDFD_GETFD, pidfd, int(name), 0)
                 if fd < 0:
                     number = ctypes.get_errno()
-                    if number == 9:  # closed meanwhile
+                    if number in (errno.EBADF, errno.ESRCH):  # closed meanwhile, or the daemon is ending
                         continue
                     raise PermissionError(number, os.strerror(number))
                 duplicate = socket.socket(fileno=fd)

@@ -408,8 +408,12 @@ class _Sampler(threading.Thread):
         self._samples: list[dict[tuple[int, int], tuple[int, int]]] = [self._look()]
 
     def run(self) -> None:
-        while not self._ended.wait(max(0.0, self.begin_ns / 1e9 + len(self._samples) * _SAMPLE_S - time.monotonic())):
-            self._samples.append(self._look())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a run that is given up ends its nodes first
+            while not self._ended.wait(max(0.0, self._next_s() - time.monotonic())):
+                self._samples.append(self._look())
+
+    def _next_s(self) -> float:
+        return self.begin_ns / 1e9 + len(self._samples) * _SAMPLE_S
 
     def stop(self) -> None:
         self._ended.set()

@@ -96,7 +96,7 @@ def _bars(axes: Axes, title: str, values: dict[str, float], text: str) -> None:
     axes.set_title(title, fontsize=9)
     axes.invert_yaxis()
     axes.tick_params(labelsize=8)
-    axes.set_xlim(0, 1.25 * max(1e-9, *values.values()))
+    axes.set_xlim(0, 1.25 * (max(values.values()) or 1.0))
     axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -155,7 +155,6 @@ def _figures(traffic: Traffic, on: Fabric, done: list[list[Done]], reading: Read
         "rails_received": window.means(reading.received, DECODE),
         "quantiles_ms": _quantiles(times_ms),
         "series_s": _POINTS_S,
-        "series_sent": window.series(reading.sent, PREFILL),
         "series_received": window.series(reading.received, DECODE),
         "series_paused": window.series(reading.paused, PREFILL),
     }
@@ -186,7 +185,7 @@ def _victim(traffic: Traffic, done: list[list[Done]], begin_ns: int, end_ns: int
     return {
         "victim_alone_share": round(alone / line, 4),
         "victim_share": round(rate(begin_ns, stop_ns) / line, 4),
-        "victim_kept": round(rate(begin_ns, stop_ns) / min(alone, due_rate), 4),
+        "victim_kept": round(rate(begin_ns, stop_ns) / due_rate, 4),
         "victim_p50_ms": round(float(np.percentile(during, 50)), 2),
         "victim_p99_ms": round(float(np.percentile(during, 99)), 2),
         "victim_quantiles_ms": _quantiles(during),
@@ -236,6 +235,6 @@ class _Window:
             if at == node:
                 cut = self._cut(series)
                 found.append(
-                    [round(sum(cut[i : i + step]) / len(cut[i : i + step]), 3) for i in range(0, len(cut), step)]
+                    [round(sum(cut[i : i + step]) / len(cut[i : i + step]), 2) for i in range(0, len(cut), step)]
                 )
         return found
