@@ -71,6 +71,10 @@ class ClientCore:
                 tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:
         """Checks everything (regions, bounds, zero lengths, overlapping destinations) and prepares; publish() begins. One length
         may stand for all. ``space`` is added to each destination, which is below 2**56."""
+    def write_now(self, peer: int, space: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64],
+                  lengths: npt.NDArray[np.uint64] | None, length: int, tag: int, timeout_ns: int) -> Submission:
+        """reserve() and publish() in one, without note and event; ``lengths`` None: ``length`` is every block's. ValueError or
+        TypeError if an array is not contiguous uint64."""
     def reserve_pages(self, peer: int, source_rows: npt.NDArray[np.uint64], source_stride: int, source_pages: npt.NDArray[np.int64],
                       destination_rows: npt.NDArray[np.uint64], destination_stride: int, destination_pages: npt.NDArray[np.int64],
                       piece_bytes: int, *, tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:

@@ -372,6 +372,29 @@ cdef class ClientCore:
             at = rc_reserve(self.core, peer, &blocks, tag, timeout_ns, note, when, &error)
         return self.wrap(at, &error)
 
+    def write_now(self, uint32_t peer, uint64_t space, const uint64_t[::1] sources, const uint64_t[::1] destinations,
+                  const uint64_t[::1] lengths, uint64_t length, uint64_t tag, uint64_t timeout_ns):
+        self.here()
+        cdef rc_error error
+        cdef rc_submission *at
+        cdef rc_ready never
+        cdef rc_list blocks
+        never.query = NULL
+        never.release = NULL
+        never.argument = NULL
+        blocks.count = sources.shape[0]
+        blocks.one_length = lengths is None
+        if blocks.count == 0 or <uint64_t> destinations.shape[0] != blocks.count or (
+                lengths is not None and <uint64_t> lengths.shape[0] != blocks.count):
+            raise SubmitError("bad_length", "sources, destinations and lengths differ in number, or are none")
+        blocks.sources, blocks.destinations, blocks.space = &sources[0], &destinations[0], space
+        blocks.lengths = &length if lengths is None else &lengths[0]
+        with nogil:
+            at = rc_reserve(self.core, peer, &blocks, tag, timeout_ns, 0, never, &error)
+            if at is not NULL:
+                rc_publish(at)
+        return self.wrap(at, &error)
+
     def reserve_pages(self, uint32_t peer, const uint64_t[::1] source_rows, uint64_t source_stride, const int64_t[::1] source_pages,
                       const uint64_t[::1] destination_rows, uint64_t destination_stride, const int64_t[::1] destination_pages,
                       uint64_t piece_bytes, *, uint64_t tag, uint64_t timeout_ns, bint note, HostEvent ready):

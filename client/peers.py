@@ -129,6 +129,11 @@ class Peer:
         self.index = index
 
     @property
+    def is_down(self) -> bool:
+        """Its daemon restarted or is gone: open the peer and its regions again."""
+        return bool(self._down)
+
+    @property
     def regions(self) -> list[RemoteRegion]:
         """Those that are open."""
         return self._client.remotes.of(self)

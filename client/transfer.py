@@ -151,9 +151,15 @@ class Transfer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Sleeps until done. Raises TransferError (failed, settled), Unsettled, or WaitTimeout after ``timeout`` s."""
-        if not self._own().wait(nanoseconds(timeout)):
+        try:
+            ended = self._submission.wait(nanoseconds(timeout))
+        except core.SubmitError:
+            self._own()
+            raise
+        if not ended:
             raise self._still_runs(timeout)
-        self._raise_if_failed()
+        if self._submission.result:
+            self._raise_if_failed()
 
     def __await__(self) -> Generator[object, None, None]:
         return self._wait_async().__await__()

@@ -340,6 +340,7 @@ int tcp_read_frames(struct tcp_nic *nic, struct rr_connection *c)
             payload_from_lookahead(nic, c);
             if (c->payload_left == 0) {
                 on_frame(nic, c);
+                if (c->look_at == c->look_have) tcp_flush_replies(nic, c); /* the sender waits; the next read may find nothing */
                 work_count++;
                 continue;
             }

@@ -8,6 +8,7 @@ import errno
 import os
 import random
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ from helpers.nodes import Node
 from railrelay.client import protocol
 
 _PIDFD_GETFD: Final = 438
+_NOWHERE: Final = socket.AF_UNSPEC.to_bytes(2, sys.byteorder) + bytes(14)
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,10 +33,14 @@ class Connection:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
+    def reset(self) -> None:
+        """The same, and what is on its way is lost: a connect() to nowhere."""
+        _libc.connect(self.socket.fileno(), _NOWHERE, len(_NOWHERE))
+
 
 @contextlib.contextmanager
 def connections(one: Node, other: Node) -> Iterator[list[Connection]]:
-    """Those that ``one`` has with ``other``, whoever connected. PermissionError if the kernel does not let us see them."""
+    """Those that ``one`` has with ``other``, whoever connected. PermissionError if the kernel does not show them."""
     found: list[Connection] = []
     control = {protocol.parse_session(node.session)[1] for node in (one, other)}
     with contextlib.ExitStack() as stack:
@@ -48,17 +54,27 @@ def connections(one: Node, other: Node) -> Iterator[list[Connection]]:
         yield found
 
 
-def cut(one: Node, other: Node, *, rails: bool = True, control: bool = False, share: float = 1.0, seed: int = 0) -> int:
-    """Cuts a share of the rail connections, of the control connections, or both; how many."""
+def cut(
+    one: Node,
+    other: Node,
+    *,
+    rails: bool = True,
+    control: bool = False,
+    reset: bool = False,
+    share: float = 1.0,
+    seed: int = 0,
+) -> int:
+    """Cuts, or resets, a share of the rail connections, of the control connections, or both; how many."""
     rng = random.Random(seed)
     with connections(one, other) as found:
         chosen = [
-            connection
-            for connection in found
-            if (control if connection.is_control else rails) and rng.random() < share
+            connection for connection in found if (control if connection.is_control else rails) and rng.random() < share
         ]
         for connection in chosen:
-            connection.cut()
+            if reset:
+                connection.reset()
+            else:
+                connection.cut()
         return len(chosen)
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-
 from helpers import memory, patterns, sockets
 from helpers.memory import KINDS, Kind, Link
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
+
 from railrelay.client import Client, Result, Route, Transfer, TransferError, Unsettled
 from railrelay.shm_layout import abi, segment
 
@@ -54,11 +54,12 @@ def counter(node: Node, label: str) -> int:
         return sum(rails.array(rail, "counters")[abi.RAIL_COUNTERS.index(label)] for rail in range(rails.count))
 
 
+@pytest.mark.parametrize("reset", [False, True], ids=["cut", "reset"])
 @pytest.mark.parametrize("end", ["sender", "receiver"])
 @pytest.mark.parametrize("destination", KINDS)
 @pytest.mark.parametrize("route", [Route.RELAY, Route.DIRECT])
 def test_rails_that_break_in_the_middle_cost_only_time(
-    pair: tuple[Node, Node], route: Route, destination: Kind, end: str
+    pair: tuple[Node, Node], route: Route, destination: Kind, end: str, reset: bool
 ) -> None:
     prefill, decode = pair
     first, second = (prefill, decode) if end == "sender" else (decode, prefill)
@@ -71,7 +72,7 @@ def test_rails_that_break_in_the_middle_cost_only_time(
             link.destination.array[:] = 0
             transfer = begin(link, seed)
             until(lambda: bool(link.destination.array[::BLOCK].any()), "the first bytes land")
-            broken += sockets.cut(first, second)
+            broken += sockets.cut(first, second, reset=reset)
             transfer.wait(30)
             assert arrived(link, seed)
         assert broken >= 6
@@ -85,15 +86,14 @@ def test_slices_that_were_on_their_way_are_sent_again(pair: tuple[Node, Node]) -
         link = memory.link(sender, receiver, NBYTES)
         link.source.array[:] = patterns.content(NBYTES, 1)
         begin(link, 9).wait(30)
-        before, full = counter(prefill, "slices_resent"), counter(prefill, "socket_full")
-        decode.pause()
-        transfer = begin(link)
-        until(lambda: counter(prefill, "socket_full") > full, "the sender has filled the socket")
-        sockets.cut(prefill, decode)
-        decode.resume()
+        resent, sent = counter(prefill, "slices_resent"), counter(prefill, "frames_sent")
+        with decode.paused():
+            transfer = begin(link)
+            until(lambda: counter(prefill, "frames_sent") > sent + 3, "frames are on their way")
+            assert sockets.cut(decode, prefill, reset=True) > 0
         transfer.wait(30)
         assert arrived(link)
-        assert counter(prefill, "slices_resent") > before
+        assert counter(prefill, "slices_resent") > resent
         assert counter(decode, "fences") > 0
 
 
@@ -222,7 +222,8 @@ class Chaos:
     def cut(self) -> None:
         what = self.rng.choice([(True, False), (False, True), (True, True)])
         first, second = self.rng.sample([self.prefill, self.decode], 2)
-        sockets.cut(first, second, rails=what[0], control=what[1], share=0.6, seed=self.rng.getrandbits(30))
+        reset, seed = self.rng.random() < 0.5, self.rng.getrandbits(30)
+        sockets.cut(first, second, rails=what[0], control=what[1], reset=reset, share=0.6, seed=seed)
 
     def pause(self) -> None:
         node = self.rng.choice([self.prefill, self.decode])
