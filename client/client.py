@@ -182,10 +182,10 @@ class Client:
                     cast(Addresses, destinations),
                     None if one else cast(Addresses, lengths),
                     cast(int, lengths) if one else 0,
-                    tag,
+                    cast(int, tag),
                     nanoseconds(timeout),
                 )
-                return Transfer(submission, self.connection, self.completions, tag, target.peer.session)
+                return Transfer(submission, self.connection, self.completions, cast(int, tag), target.peer.session)
             except (core.SubmitError, TypeError, ValueError, OverflowError):
                 pass  # below is the way that says what is wrong, or leases the lane first
         peer, within = self._target(target)

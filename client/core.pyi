@@ -29,6 +29,8 @@ class HostEvent:
 
 class Submission:
     """One transfer in the client. Result fields are valid once done."""
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """TypeError: comes from ClientCore.reserve()."""
     index: int
     generation: int
     done: bool
