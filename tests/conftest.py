@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 from collections.abc import Generator, Iterator
@@ -13,24 +14,42 @@ from helpers import shim as shims
 from helpers.engines import Engines
 from helpers.nodes import Nodes
 
-TEST_LIMIT_S = 90
+STEP_LIMIT_S = 90
 _FAILED = pytest.StashKey[bool]()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    """Nothing hangs: no test takes anywhere near this long."""
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Nothing hangs: no step of a test takes anywhere near this long."""
 
     def give_up(*_: object) -> None:
-        raise AssertionError(f"the test hangs: it has run for {TEST_LIMIT_S} s")
+        raise AssertionError(f"the test hangs: this step has run for {STEP_LIMIT_S} s")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(TEST_LIMIT_S)
+    signal.alarm(STEP_LIMIT_S)
     try:
         yield
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    with limited():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    with limited():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    with limited():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
