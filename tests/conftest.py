@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import FrameType
 
+import psutil
 import pytest
 from helpers import leaks, processes
 from helpers import shim as shims
@@ -20,18 +27,39 @@ _FAILED = pytest.StashKey[bool]()
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """Nothing hangs: no step of a test takes anywhere near this long."""
+    """Nothing hangs: no step of a test takes anywhere near this long. Counts seconds in which this process could run,
+    so that a machine that stood still is not taken for a hang."""
+    began, ticks = time.monotonic(), 0
 
-    def give_up(*_: object) -> None:
-        raise AssertionError(f"the test hangs: this step has run for {STEP_LIMIT_S} s")
+    def tick(_signal: int, _frame: FrameType | None) -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks == STEP_LIMIT_S:
+            raise AssertionError(
+                f"the test hangs: this step ran for {STEP_LIMIT_S} s, {time.monotonic() - began:.0f} s by the clock,"
+                f" {time.process_time():.0f} s of CPU time in this process, load {os.getloadavg()[0]:.1f}\n{where()}"
+            )
 
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(STEP_LIMIT_S)
+    before = signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 1, 1)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def where() -> str:
+    """Where each thread of this process stands, and what its child processes do."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():
+        lines += [f"thread {names.get(ident, ident)}:", *traceback.format_stack(frame)[-6:]]
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            threads = ", ".join(f"{t.id}: {t.user_time + t.system_time:.1f} s" for t in child.threads())
+            lines.append(f"child {child.pid} {child.name()} is {child.status()}; threads {threads}")
+    return "\n".join(lines)
 
 
 @pytest.hookimpl(wrapper=True)

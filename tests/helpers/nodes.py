@@ -217,6 +217,8 @@ class Nodes:
         """Ends what runs; AssertionError if a daemon does not end cleanly or has logged what it must not."""
         problems: list[str] = []
         for node in self.started:
+            if not node.ended and node.process.poll() is not None:
+                problems.append(f"daemon {node.instance} ended on its own with {node.wait()}; its log:\n{node.log}")
             if not node.ended:
                 node.process.send_signal(signal.SIGCONT)
                 node.process.send_signal(signal.SIGTERM)
@@ -236,6 +238,7 @@ class Nodes:
                 if code:
                     yield f"daemon {node.instance} ended with {code}; its log:\n{node.log}"
         processes.end(node.process)
+        print(f"---- log of daemon {node.instance}\n{node.log}")  # pytest shows it if the test fails
         if node.process.returncode == -signal.SIGKILL:
             for name in node.objects():  # a killed daemon leaves them for its successor
                 (SHM / name).unlink()
