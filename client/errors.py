@@ -55,6 +55,7 @@ class ErrorCode(StrEnum):
     FORKED = "forked"
     WAIT_TIMEOUT = "wait_timeout"
     NO_LANE = "no_lane"
+    GPU_ERROR = "gpu_error"  # also the name of a Result
 
     @property
     def number(self) -> int:
@@ -86,6 +87,7 @@ class Result(IntEnum):
     DAEMON_GONE = 11
     CLIENT_GONE = 12
     RAIL_DOWN = 13
+    GPU_ERROR = 14
 
     @classmethod
     def _missing_(cls, _: object) -> Result:
@@ -107,6 +109,7 @@ RESULT_TEXT: dict[Result, str] = {
     Result.DAEMON_GONE: "the local daemon exited; start it again, then connect a new Client",
     Result.CLIENT_GONE: "the owning client exited",
     Result.RAIL_DOWN: "no connection could be made on the rail; see `railrelay errors` on both nodes",
+    Result.GPU_ERROR: "a CUDA call of this client failed; find out why, then connect a new Client",
 }
 
 # What a caller can do about it, where the code alone says so.

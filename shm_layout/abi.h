@@ -81,7 +81,8 @@ enum rr_result {
     RR_SEGMENT_TRUNCATED = 10, /* memory behind the client's mapping disappeared */
     RR_DAEMON_GONE = 11,      /* the local daemon exited; set by the client library */
     RR_CLIENT_GONE = 12,      /* the owning client exited */
-    RR_RAIL_DOWN = 13         /* no connection could be made on the rail */
+    RR_RAIL_DOWN = 13,        /* no connection could be made on the rail */
+    RR_GPU_ERROR = 14         /* a CUDA call of the client failed; set by the client library */
 };
 
 enum rr_slice_flags {

@@ -1,0 +1,94 @@
+/* Copies of many pieces on one CUDA stream, and a word written after them in stream order. Used by a client's feeder
+ * (slots) and by the emulated NIC's helper process. No cuda.h is needed to build: cuda.py resolves the driver's
+ * functions. Calls take the thread that holds the copier; the CUDA context must be current there (rg_enter).
+ *
+ * Three ways, chosen for each run of pieces by what they cost against the time that the NIC needs for the same bytes:
+ * a strided run (equal pieces at constant distances on both sides) is one 2D copy, long pieces go in one copy batch,
+ * and the rest is moved by a kernel of few thread blocks (gather.cu). */
+#ifndef RAILRELAY_GPU_COPY_H
+#define RAILRELAY_GPU_COPY_H
+
+#include <stdint.h>
+
+typedef int rg_result; /* CUresult; 0 is success */
+
+struct rg_2d;         /* CUDA_MEMCPY2D */
+struct rg_attributes; /* CUmemcpyAttributes */
+
+/* The driver's functions, in the order in which cuda.py passes their addresses: name, arguments. */
+#define RG_FUNCTIONS(X) \
+    X(cuCtxSetCurrent, (void *context)) \
+    X(cuMemcpyAsync, (uint64_t destination, uint64_t source, uint64_t bytes, void *stream)) \
+    X(cuMemcpyBatchAsync, (uint64_t *destinations, uint64_t *sources, uint64_t *sizes, uint64_t count, struct rg_attributes *attributes, \
+                           uint64_t *attribute_starts, uint64_t attribute_count, void *stream)) \
+    X(cuMemcpy2DAsync, (const struct rg_2d *copy, void *stream)) \
+    X(cuStreamWriteValue64, (void *stream, uint64_t address, uint64_t value, unsigned flags)) \
+    X(cuStreamQuery, (void *stream)) \
+    X(cuStreamSynchronize, (void *stream)) \
+    X(cuEventQuery, (void *event)) \
+    X(cuEventDestroy, (void *event)) \
+    X(cuLaunchKernel, (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z, \
+                       unsigned shared_bytes, void *stream, void **parameters, void **extra)) \
+    X(cuGetErrorName, (rg_result result, const char **name))
+
+struct rg_api {
+#define RG_MEMBER(name, arguments) rg_result(*name) arguments;
+    RG_FUNCTIONS(RG_MEMBER)
+#undef RG_MEMBER
+};
+
+/* The kernel reads arrays of these from pinned host memory. */
+struct rg_piece {
+    uint64_t source, destination;
+    uint32_t bytes, reserved;
+};
+
+enum rg_way { RG_STRIDED = 0, RG_BATCH, RG_KERNEL, RG_WAYS };
+
+/* What the ways cost on this machine: nanoseconds, and bytes a nanosecond (GB/s). */
+struct rg_costs {
+    double strided_ns, row_ns; /* one 2D copy, and each of its rows */
+    double batched_ns;         /* one copy of a batch */
+    double kernel_ns;          /* one launch */
+    double engine_rate, kernel_rate;
+    double nic_rate; /* what the copies should keep up with */
+};
+
+struct rg_counters {
+    uint64_t operations[RG_WAYS], pieces[RG_WAYS], bytes[RG_WAYS];
+};
+
+struct rg_copier {
+    const struct rg_api *api;
+    void *context, *stream;
+    void *kernel; /* NULL: none was to be had */
+    uint32_t thread_blocks;
+    int32_t forced; /* a way, or -1: by cost */
+    struct rg_piece *lists; /* pinned: list_count arrays of list_pieces */
+    uint32_t list_count, list_pieces;
+    uint64_t *destinations, *sources, *sizes; /* [list_pieces] */
+    struct rg_costs costs;
+    struct rg_counters counters;
+};
+
+/* lists: pinned host memory of list_count * list_pieces * sizeof(struct rg_piece) bytes, the caller's. -ENOMEM. */
+int rg_open(struct rg_copier *copier, const struct rg_api *api, void *context, void *stream, void *kernel, void *lists, uint32_t list_count,
+            uint32_t list_pieces);
+void rg_close(struct rg_copier *copier);
+rg_result rg_enter(const struct rg_copier *copier);
+
+/* Where the caller writes the pieces of list number `list`, at most list_pieces. Until everything that was enqueued
+ * from it has run, it must not be written again. */
+struct rg_piece *rg_list(const struct rg_copier *copier, uint32_t list);
+/* Enqueues the copies of the first count pieces of the list, changing their order. */
+rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t count);
+/* Then, in stream order and after all earlier copies are visible to everybody, writes an aligned word. */
+rg_result rg_signal(struct rg_copier *copier, uint64_t address, uint64_t value);
+
+/* Measures the costs with copies from source to destination (1 MiB each, the contents of which are lost); waits for the
+ * stream. nic_rate as in rg_costs. */
+rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t destination, double nic_rate);
+
+const char *rg_error_name(const struct rg_api *api, rg_result result);
+
+#endif
