@@ -11,18 +11,20 @@ from typing import Any, Final, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from railrelay.client import core, protocol
+from railrelay.client import core, cuda, protocol
 from railrelay.client.connection import LOCAL_TIMEOUT_S, Connection, Event, close_all
 from railrelay.client.errors import ArgumentError, ConnectError, DaemonGone, ErrorCode, RelayError, Result
+from railrelay.client.gpu_memory import GpuMemory, GpuOptions, checked_gpu
 from railrelay.client.layout import PageLayout
 from railrelay.client.paths import default_socket
-from railrelay.client.peers import Peer, RemoteTable
+from railrelay.client.peers import Peer, Ready, RemoteTable
 from railrelay.client.receiver import Receiver
 from railrelay.client.regions import Buffer, Region, RemoteRegion, decode_offer, memory_of, shared_memory
 from railrelay.client.transfer import Completions, Transfer, core_errors, nanoseconds
 from railrelay.shm_layout import abi
 
 _REPLY_MARGIN_S: Final = 1.0
+_GPU_OPTIONS: Final = GpuOptions()
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 
@@ -64,16 +66,29 @@ class Client:
         name: str = "",
         route: Route | str = Route.RELAY,
         feeder_cpu: int = -1,
+        gpu: int | str | None = None,
+        gpu_options: GpuOptions = _GPU_OPTIONS,
         timeout: float = 10.0,
     ) -> Client:
         """Attaches to the daemon at ``socket``, or to that of ``instance`` at its default place (paths.default_socket).
 
-        ``name`` is shown by the admin commands. ``feeder_cpu``: CPU to pin the feeder thread to, -1 for none.
-        Raises ConnectError: no daemon, no permission, another version, rank out of range or taken."""
+        ``name`` is shown by the admin commands. ``feeder_cpu``: CPU to pin the feeder thread to, -1 for none. ``gpu``:
+        CUDA ordinal or UUID of the rank's GPU; without it the client takes that of the first GPU memory it registers.
+        Raises ConnectError: no daemon, no permission, another version, rank out of range or taken, no such GPU."""
         path = default_socket(instance) if socket is None else Path(socket)
-        return cls(path, rank, name, Route(route), feeder_cpu, timeout)
+        return cls(path, rank, name, Route(route), feeder_cpu, gpu, gpu_options, timeout)
 
-    def __init__(self, path: Path, rank: int, name: str, route: Route, feeder_cpu: int, timeout: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        name: str,
+        route: Route,
+        feeder_cpu: int,
+        gpu: int | str | None,
+        gpu_options: GpuOptions,
+        timeout: float,
+    ) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # never held while waiting: the control thread takes it
         self._leasing = threading.Lock()
@@ -82,6 +97,8 @@ class Client:
         self._peers: dict[str, Peer] = {}
         self.held_regions: dict[int, Region] = {}  # what the C threads may read or write stays, whoever drops it
         self._kicks: list[int] = []
+        self._gpu: GpuMemory | None = None
+        self._gpu_options = gpu_options
         self.rank = rank
         self.draining = ""  # what a daemon that is going down said
         self.connection = Connection(path, timeout)
@@ -106,6 +123,12 @@ class Client:
                 text = f"the daemon's segments cannot be mapped: {failure.strerror or failure}"
                 raise ConnectError(ErrorCode.INTERNAL, text) from None
             raise
+        if gpu is not None:
+            try:
+                self._use_gpu(gpu)
+            except RelayError as failure:
+                self.close()
+                raise ConnectError(failure.code, failure.text) from None
         self.session = facts.session
         self.rails = len(self._kicks)
         self.own_rail = facts.own_rail
@@ -117,7 +140,13 @@ class Client:
         self.connection.check()
         fd, array = shared_memory(nbytes)
         try:
-            region = self._register(int(array.ctypes.data), nbytes, array, self._rail(rail), receive=True, fd=fd)
+            region = self._register(
+                protocol.Register(
+                    self.connection.new_id(), int(array.ctypes.data), nbytes, True, 0, self._rail(rail), True
+                ),
+                array,
+                (fd,),
+            )
         finally:
             os.close(fd)
         return Buffer(array, region)
@@ -125,15 +154,20 @@ class Client:
     def register(self, buffer: Any, *, rail: int | None = None, receive: bool = True) -> Region:  # noqa: ANN401
         """Makes memory of this process known as source and, with ``receive``, as destination.
 
-        ``buffer``: contiguous numpy array or other object with the buffer protocol (writable if ``receive``), or a
-        tuple (address, bytes), whose memory the caller keeps alive until unregister() has returned. ``rail``: the one
-        that serves it, by default the client's own. Register a whole pool once: each registration is a request to the
-        daemon. Memory of alloc() is registered already.
+        ``buffer``: contiguous numpy array or other object with the buffer protocol (writable if ``receive``); a torch
+        tensor, or what has ``__cuda_array_interface__`` or DLPack, in the memory of this rank's GPU; or a tuple
+        (address, bytes) of either, whose memory the caller keeps alive until unregister() has returned. ``rail``: the
+        one that serves it, by default the client's own. Register a whole pool once: each registration is a request to
+        the daemon. Memory of alloc() is registered already.
 
         Raises RegionError (the text names the limit), ArgumentError (overlaps a registered region, not contiguous)."""
         self.connection.check()
+        on_gpu = _gpu_memory_of(buffer)
+        if on_gpu is not None:
+            return self._register_gpu(*on_gpu, buffer, self._rail(rail), receive=receive)
         address, nbytes, keep = memory_of(buffer, writable=receive)
-        return self._register(address, nbytes, keep, self._rail(rail), receive=receive, fd=-1)
+        request = protocol.Register(self.connection.new_id(), address, nbytes, False, 0, self._rail(rail), receive)
+        return self._register(request, keep)
 
     def peer(self, session: str, timeout: float = 5.0) -> Peer:
         """The daemon with this session ("host:port" or "[v6]:port"), connected on first use and then kept. Raises
@@ -167,7 +201,7 @@ class Client:
         tag: int | bytes | str = 0,
         timeout: float = 30.0,
         notify: bytes | None = None,
-        ready: core.HostEvent | None = None,
+        ready: Ready = None,
     ) -> Transfer:
         """Peer.write() to the process that owns the region ``target``, or to a peer or session. Contiguous uint64
         arrays and a RemoteRegion take a shorter way."""
@@ -204,7 +238,7 @@ class Client:
         tag: int | bytes | str = 0,
         timeout: float = 30.0,
         notify: bytes | None = None,
-        ready: core.HostEvent | None = None,
+        ready: Ready = None,
     ) -> Transfer:
         """Peer.write_pages() to the process that owns the region ``target``, or to a peer or session."""
         peer, within = self._target(target)
@@ -238,6 +272,8 @@ class Client:
             self.connection.close()
             self._wake_all()
             self.core.close()
+            if self._gpu is not None:
+                self._gpu.close()
             self.held_regions.clear()
             close_all(self._kicks)
 
@@ -258,6 +294,23 @@ class Client:
             if not self.core.has_lane(rail):
                 request = protocol.LeaseLane(self.connection.new_id(), rail)
                 self.connection.ask_then(request, protocol.Leased, self._leased)
+            if self._gpu is not None:
+                self._gpu.prepare_lane(rail)
+
+    def _use_gpu(self, gpu: int | str) -> GpuMemory:
+        with self._leasing:
+            if self._gpu is None:
+                self._gpu = GpuMemory(self.core, gpu, self._gpu_options, self.connection.fd)
+            return self._gpu
+
+    def event_of(self, ready: Ready) -> core.HostEvent | core.GpuEvent | None:
+        """``ready`` of write() for the core."""
+        if ready is None or isinstance(ready, core.HostEvent | core.GpuEvent):
+            return ready
+        if self._gpu is None:
+            text = f"ready is {type(ready).__name__}, but this client has no GPU memory; register it first"
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+        return self._gpu.event_of(ready)
 
     def _target(self, target: RemoteRegion | Peer | str) -> tuple[Peer, RemoteRegion | None]:
         if isinstance(target, RemoteRegion):
@@ -271,26 +324,57 @@ class Client:
             raise ArgumentError(ErrorCode.BAD_RAIL, f"rail {rail}; this node has 0 to {self.rails - 1}")
         return rail
 
-    def _register(self, address: int, nbytes: int, keep: object, rail: int, *, receive: bool, fd: int) -> Region:
-        shared = fd >= 0
-        request = protocol.Register(self.connection.new_id(), address, nbytes, shared, 0, rail, receive)
+    def _register_gpu(self, address: int, nbytes: int, keep: object, rail: int, *, receive: bool) -> Region:
+        at = cuda.where(address)
+        if at is None:
+            raise ArgumentError(ErrorCode.BAD_ADDRESS, f"{address:#x} is not GPU memory")
+        checked_gpu(self._gpu, at.ordinal)
+        memory = self._use_gpu(at.ordinal)
+        handles = cuda.handles_of(memory.gpu, address, nbytes)
+        request = protocol.Register(
+            self.connection.new_id(),
+            address,
+            nbytes,
+            shared=False,
+            offset=handles.offset,
+            rail=rail,
+            receive=receive,
+            memory="device",
+            device=memory.gpu.uuid,
+            handle=handles.kind,
+            handle_bytes=handles.allocation_bytes if handles.kind else 0,
+            ipc=handles.ipc,
+            dmabuf=handles.dmabuf >= 0,
+            dmabuf_offset=handles.dmabuf_offset,
+        )
+        try:
+            return self._register(request, keep, handles.fds)
+        finally:
+            handles.close()
 
-        def registered(reply: protocol.Registered, fds: list[int]) -> Region:
+    def _register(self, request: protocol.Register, keep: object, fds: tuple[int, ...] = ()) -> Region:
+        on_gpu = request.memory == "device"
+
+        def registered(reply: protocol.Registered, bounces: list[int]) -> Region:
             try:
                 with core_errors():
-                    for bounce_rail, bounce in enumerate(fds):
+                    for bounce_rail, bounce in enumerate(bounces):
                         self.core.add_bounce(bounce_rail, bounce, self._bounce_bytes)
-                    self.core.add_region(reply.region, address, nbytes, shared, reply.rail)
+                    if on_gpu and self._gpu is not None and request.receive:
+                        self._gpu.prepare_bounces(self.core.rails)
+                    self.core.add_region(reply.region, request.address, request.bytes, reply.direct, on_gpu, reply.rail)
             except (RelayError, OSError):
                 self.connection.tell(protocol.Unregister(self.connection.new_id(), reply.region))
                 raise
             finally:
-                close_all(fds)
-            region = Region(self, reply.region, address, nbytes, reply.rail, reply.capability, keep)
+                close_all(bounces)
+            region = Region(
+                self, reply.region, request.address, request.bytes, reply.rail, reply.capability, keep, request.device
+            )
             self.held_regions[reply.region] = region
             return region
 
-        region: Region = self.connection.ask_then(request, protocol.Registered, registered, LOCAL_TIMEOUT_S, fd)
+        region: Region = self.connection.ask_then(request, protocol.Registered, registered, LOCAL_TIMEOUT_S, fds)
         return region
 
     # ---- on the control thread ----
@@ -332,7 +416,13 @@ class Client:
     def _leased(self, leased: protocol.Leased, fds: list[int]) -> None:
         try:
             with core_errors():
-                self.core.add_lane(leased.rail, fds[0], leased.bytes, leased.generation)
+                if leased.memory == "device":
+                    if self._gpu is None:
+                        text = f"lane of rail {leased.rail} is memory of {leased.device}: connect with gpu="
+                        raise RelayError(ErrorCode.NOT_SUPPORTED, text)
+                    self._gpu.add_lane(leased.rail, fds[0], leased.bytes, leased.generation)
+                else:
+                    self.core.add_lane(leased.rail, fds[0], leased.bytes, leased.generation)
         finally:
             close_all(fds)
 
@@ -358,3 +448,13 @@ class Client:
     def _wake_all(self) -> None:
         self.completions.dispatch()
         self.receiver.notifications.end()
+
+
+def _gpu_memory_of(buffer: Any) -> tuple[int, int] | None:  # noqa: ANN401
+    """(address, bytes) if it is GPU memory."""
+    if not isinstance(buffer, tuple):
+        return cuda.gpu_memory_of(buffer)
+    address, nbytes = (int(part) for part in buffer)
+    if cuda.in_use() and not cuda.missing() and address > 0 and cuda.where(address) is not None:
+        return address, nbytes
+    return None

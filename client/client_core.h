@@ -1,5 +1,5 @@
-/* The client's data path in C: what the files about submissions (caller threads), feeder.c (A, the feeder thread) and unbouncer.c (the
- * bounce thread) share. No function here holds the GIL.
+/* The client's data path in C: what the files about submissions (caller threads), feeder.c and gpu_lane.c (A, the feeder
+ * thread) and unbouncer.c (the bounce thread) share. No function here holds the GIL.
  *
  * Locks are private to the process: `tables` guards regions, remotes and peers; `queue` guards the list of parts and
  * the table of submissions; each lane and ring has its own. Order: queue, then lane, ring or tables. */
@@ -11,6 +11,7 @@
 
 #include "abi.h"
 #include "atomics.h"
+#include "gpu_copy.h"
 #include "lane.h"
 #include "ring.h"
 #include "sleep.h"
@@ -33,7 +34,8 @@ struct rc_error {
 struct rc_region {
     uint64_t address, bytes;
     uint32_t index, rail;
-    int shared;
+    int shared; /* the NIC of its rail reads it */
+    int on_gpu;
     uint32_t users; /* unfinished submissions that read it */
 };
 
@@ -69,7 +71,10 @@ struct rc_part {
     struct rc_part *next;
     struct rc_submission *submission;
     uint32_t local_rail, remote_rail, owner, window_bytes, entries_max, direct;
+    uint32_t on_gpu;  /* its source */
+    uint32_t by_page; /* rows of pages: all rows of a page before the next page */
     uint64_t bytes_left;
+    uint64_t copied_at; /* on_gpu: doorbell of the lane once its last slot is filled; 0 before that is enqueued */
     const struct rc_block *blocks; /* list of blocks */
     uint64_t block_count, block_at, block_offset;
     const uint32_t *row_indices; /* or rows of pages */
@@ -83,11 +88,19 @@ struct rc_ready {
     int (*query)(void *argument);
     void (*release)(void *argument);
     void *argument;
+    int polled; /* nobody wakes the feeder when it comes true */
 };
 
 struct rc_event {
     uint32_t references;
     uint32_t set;
+};
+
+/* A recorded CUDA event. */
+struct rc_gpu_event {
+    struct rc_core *core;
+    void *event;
+    uint32_t references;
 };
 
 /* Peers' addresses are below 2^56; what is above tells processes of one peer apart whose addresses are equal. */
@@ -108,8 +121,9 @@ struct rc_submission {
     uint32_t index, generation, peer;
     uint32_t source_done, done, settled, result; /* release-stored by whoever learns of it */
     uint64_t bytes_done;
-    uint64_t tag, timeout_ns, deadline_ns, bytes;
+    uint64_t tag, timeout_ns, deadline_ns, ready_since_ns, bytes;
     uint32_t note, express, async_armed, cancelled, cancel_result, published, fed, any_direct, entry_released, in_feeder, ended_early;
+    uint32_t any_gpu;
     uint32_t slices, parts_left;
     struct rc_block *blocks;
     struct rc_pages pages;
@@ -121,11 +135,24 @@ struct rc_submission {
     struct rc_ready ready;
 };
 
+/* What cuda.py prepares for a copier: see struct rg_copier. */
+struct rc_copier_facts {
+    void *stream, *kernel, *lists;
+    uint32_t list_count, list_pieces, thread_blocks;
+    int32_t forced;
+    uint64_t base, doorbell;          /* addresses for the GPU */
+    uint64_t scratch, scratch_target; /* 1 MiB each, to measure costs with */
+    double nic_rate;
+};
+
 struct rc_lane {
     pthread_mutex_t lock;
     struct rr_lane_producer producer;
-    uint8_t *memory;
+    uint8_t *memory; /* NULL: not leased, or a GPU's */
     uint64_t memory_bytes;
+    struct rg_copier *copier; /* NULL: filled by the CPU, which rings the doorbell too */
+    uint64_t gpu_base;        /* with a copier: addresses of the memory and of the doorbell for the GPU */
+    uint64_t gpu_doorbell;
     uint32_t destination_of[RR_MAX_SLOTS];
     uint64_t ramp_bytes;
     uint32_t contended; /* parts for more than one destination wait (feeder only) */
@@ -152,6 +179,8 @@ struct rc_bounce {
     const struct rr_run *runs;
     uint8_t *memory;
     uint64_t memory_bytes, emptied;
+    struct rg_copier *copier; /* fills regions on a GPU */
+    uint64_t gpu_base;
 };
 
 struct rc_counters {
@@ -196,13 +225,21 @@ struct rc_core {
     uint32_t scheduled_round;
     uint32_t queued_parts, async_armed;
 
+    struct rg_api gpu;    /* functions are NULL until rc_use_gpu */
+    void *gpu_context;
+    uint32_t gpu_failure; /* the first CUresult that was not 0 */
+    int hang_up_fd;       /* the control socket: shut down after a GPU failure, so that the daemon takes the lanes back */
+
     pthread_t feeder, unbouncer;
     int feeder_started, unbouncer_started;
     uint32_t stop;
     struct rc_counters counters;
 };
 
+static inline int rc_lane_is_leased(const struct rc_lane *lane) { return lane->memory || lane->gpu_base; }
+
 /* ---- opening.c ---- */
+struct rr_lane *rc_shared_lane(struct rc_core *core, uint32_t rail);
 __attribute__((format(printf, 3, 4))) int rc_fail(struct rc_error *error, const char *code, const char *format, ...); /* -1 */
 struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
                         uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
@@ -213,7 +250,7 @@ int rc_add_lane(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes, uin
 int rc_add_bounce(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes);
 
 /* ---- memory_tables.c ---- */
-int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64_t bytes, int shared, uint32_t rail);
+int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64_t bytes, int shared, int on_gpu, uint32_t rail);
 int rc_remove_region(struct rc_core *core, uint32_t index); /* -EBUSY, -ENOENT */
 int rc_add_peer(struct rc_core *core, uint32_t peer, const uint8_t *local_rails, uint32_t count);
 int rc_add_remote(struct rc_core *core, struct rc_remote remote);
@@ -253,8 +290,29 @@ void rc_event_release(void *event);
 /* ---- feeder.c ---- */
 void *rc_feeder_main(void *core);
 void rc_wake_feeder(struct rc_core *core);
+void rc_wake_rail(struct rc_core *core, uint32_t rail);
+/* Describes a slice of the part that has been filled; of a part without bytes left it is the last. */
+void rc_describe(struct rr_slice *slice, struct rc_part *part, uint32_t block_count, uint64_t bytes);
 /* Fills and publishes one slice of the part if its lane or ring allows; 1 done, 0 no credit. */
 int rc_feed(struct rc_core *core, struct rc_part *part, int small, int wait_for_lock);
+
+/* ---- gpu_lane.c ---- */
+int rc_lane_is_idle(struct rc_core *core, uint32_t rail); /* no slot was ever reserved */
+int rc_use_gpu(struct rc_core *core, const uint64_t *functions, uint32_t count, void *context, int hang_up_fd);
+int rc_add_gpu_lane(struct rc_core *core, uint32_t rail, uint64_t address, uint64_t bytes, uint64_t generation);
+/* The lane is filled by copies on this stream from now on. -errno, or a CUresult. */
+int rc_set_lane_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts);
+int rc_set_bounce_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts);
+/* Feeder, holding the lane's lock: fills the reserved slot on the GPU and announces it. */
+void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, uint64_t limit);
+/* The source of a submission on a GPU is not read any more. */
+int rc_gpu_has_copied(const struct rc_submission *submission);
+void rc_gpu_failed(struct rc_core *core, rg_result result);
+void rc_end_after_gpu_failure(struct rc_core *core);
+struct rc_gpu_event *rc_gpu_event_new(struct rc_core *core, void *event); /* takes over the CUDA event */
+void rc_gpu_event_release(void *event);
+struct rc_ready rc_gpu_event_ready(struct rc_gpu_event *event);
+void rc_close_copiers(struct rc_core *core);
 
 /* ---- unbouncer.c ---- */
 void *rc_unbouncer_main(void *core);

@@ -69,6 +69,10 @@ class Connection:
         self._thread = threading.Thread(target=self._receive_loop, name="railrelay-control", daemon=True)
         self._thread.start()
 
+    @property
+    def fd(self) -> int:
+        return self._socket.fileno()
+
     def check_process(self) -> None:
         """A forked child has neither the threads nor the mappings: RelayError FORKED."""
         if os.getpid() != self._pid:
@@ -98,10 +102,10 @@ class Connection:
         reply: type[Reply],
         then: Callable[[Reply, list[int]], Any],
         timeout: float = LOCAL_TIMEOUT_S,
-        fd: int = -1,
+        fds: Sequence[int] = (),
     ) -> Any:  # noqa: ANN401
         """The same; returns what ``then(reply, descriptors)`` returns. That runs on the control thread before any later
-        event is looked at, and owns the descriptors. ``fd`` >= 0 is sent along."""
+        event is looked at, and owns the descriptors. ``fds`` are sent along and stay the caller's."""
         future: Future[Any] = Future()
         self.check()
         with self._lock:
@@ -111,7 +115,7 @@ class Connection:
                 future.set_exception(_again(self._gone))
         try:
             if not future.done():
-                self._send(request, fd)
+                self._send(request, fds)
             return future.result(timeout)
         except TimeoutError:
             if future.done():
@@ -127,7 +131,7 @@ class Connection:
     def tell(self, request: protocol.ClientRequest) -> None:
         """Sends without waiting; the reply is dropped. For the control thread."""
         with contextlib.suppress(RelayError):
-            self._send(request, -1)
+            self._send(request)
 
     def close(self) -> None:
         """Ends the session. Idempotent; not on the control thread. In a forked child only its own copies are closed."""
@@ -148,7 +152,7 @@ class Connection:
         self._socket.close()
         close_all([fd for fd in (self._stop, self._pidfd) if fd >= 0])
 
-    def _send(self, request: protocol.ClientRequest, fd: int) -> None:
+    def _send(self, request: protocol.ClientRequest, fds: Sequence[int] = ()) -> None:
         packet = protocol.encode(request)
         if len(packet) > protocol.CLIENT_MESSAGE_BYTES:
             raise error(
@@ -156,7 +160,7 @@ class Connection:
                 f"{type(request).__name__} of {len(packet)} bytes; at most {protocol.CLIENT_MESSAGE_BYTES}",
             )
         try:
-            socket.send_fds(self._socket, [packet], [fd] if fd >= 0 else [])
+            socket.send_fds(self._socket, [packet], fds)
         except OSError as failure:
             self.check()
             reason = "does not read its socket" if isinstance(failure, TimeoutError) else failure.strerror

@@ -15,6 +15,8 @@ ROUTE_SCHEDULED: Final[int]
 ROUTE_MATCHED: Final[int]    # straight from the source, out of the NIC of the destination's rail
 ROUTE_RELAY_ALL: Final[int]  # as relay, but own-rail blocks too go through a lane
 
+FUNCTION_NAMES: Final[tuple[str, ...]]  # of the CUDA driver, as use_gpu() wants their addresses
+
 class SubmitError(Exception):
     """Bad arguments of a submission: ``.code`` (a name of errors.ErrorCode) and a text that names block, value and limit."""
     code: str
@@ -26,6 +28,10 @@ class HostEvent:
     def __init__(self) -> None: ...
     def set(self) -> None: ...
     def is_set(self) -> bool: ...
+
+class GpuEvent:
+    """A recorded CUDA event that transfers wait for; destroyed with the last of them and this object."""
+    def __init__(self, core: ClientCore, event: int) -> None: ...
 
 class Submission:
     """One transfer in the client. Result fields are valid once done."""
@@ -58,9 +64,28 @@ class ClientCore:
     completion_fd: int  # eventfd, written when a submission armed by arm_async() is done
     def add_lane(self, rail: int, fd: int, nbytes: int, generation: int) -> None: ...
     def has_lane(self, rail: int) -> bool: ...
+    slots: int  # of a lane
+    segment_area: tuple[int, int]  # address, bytes
+    gpu_error: str  # name of the CUDA error that ended this client, or ""
+    def use_gpu(self, functions: list[int], context: int, hang_up_fd: int) -> None:
+        """``functions``: addresses of FUNCTION_NAMES, once. The core keeps a duplicate of the descriptor, which it shuts down after a CUDA error."""
+    def add_gpu_lane(self, rail: int, address: int, nbytes: int, generation: int) -> None: ...
+    def has_copier(self, rail: int) -> bool: ...
+    def has_bounce_copier(self, rail: int) -> bool: ...
+    def lane_is_idle(self, rail: int) -> bool:
+        """No slot of it was ever used."""
+    def lane_area(self, rail: int) -> tuple[int, int]: ...
+    def bounce_area(self, rail: int) -> tuple[int, int]: ...
+    def doorbell_offset(self, rail: int) -> int: ...
+    def set_copier(self, rail: int, *, bounce: bool, stream: int, kernel: int, lists: int, list_count: int, list_pieces: int, thread_blocks: int,
+                   forced: int, base: int, doorbell: int, scratch: tuple[int, int], nic_rate: float) -> None:
+        """The lane (or the bounce memory) is filled (or emptied) by a GPU from now on; see struct rc_copier_facts. Measures its costs.
+        OSError, or SubmitError("gpu_error")."""
+    def copy_costs(self, rail: int) -> dict[str, float] | None:
+        """ns, and GB/s: struct rg_costs of the lane."""
     def add_bounce(self, rail: int, fd: int, nbytes: int) -> None:
         """First call starts the bounce thread."""
-    def add_region(self, region: int, address: int, nbytes: int, shared: bool, rail: int) -> None:
+    def add_region(self, region: int, address: int, nbytes: int, shared: bool, on_gpu: bool, rail: int) -> None:
         """SubmitError("overlap") if part of it is registered already."""
     def remove_region(self, region: int) -> None:
         """SubmitError("busy") while a transfer reads it."""
@@ -70,7 +95,7 @@ class ClientCore:
     def remove_remote(self, remote: int) -> None:
         """SubmitError("busy") while a transfer writes to it."""
     def reserve(self, peer: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], *, space: int,
-                tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:
+                tag: int, timeout_ns: int, note: bool, ready: HostEvent | GpuEvent | None) -> Submission:
         """Checks everything (regions, bounds, zero lengths, overlapping destinations) and prepares; publish() begins. One length
         may stand for all. ``space`` is added to each destination, which is below 2**56."""
     def write_now(self, peer: int, space: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64],
@@ -79,7 +104,7 @@ class ClientCore:
         TypeError if an array is not contiguous uint64."""
     def reserve_pages(self, peer: int, source_rows: npt.NDArray[np.uint64], source_stride: int, source_pages: npt.NDArray[np.int64],
                       destination_rows: npt.NDArray[np.uint64], destination_stride: int, destination_pages: npt.NDArray[np.int64],
-                      piece_bytes: int, *, tag: int, timeout_ns: int, note: bool, ready: HostEvent | None) -> Submission:
+                      piece_bytes: int, *, tag: int, timeout_ns: int, note: bool, ready: HostEvent | GpuEvent | None) -> Submission:
         """Row r of page p is piece_bytes at rows[r] + pages[p] * stride, on both sides; len(rows) and len(pages) agree."""
     def fail_all(self, result: int) -> None:
         """The daemon is gone: every unfinished transfer ends with ``result``; waiters wake."""

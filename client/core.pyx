@@ -5,7 +5,7 @@ import threading
 import weakref
 
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 cdef extern from "client_core.h" nogil:
     enum:
@@ -28,6 +28,7 @@ cdef extern from "client_core.h" nogil:
         int (*query)(void *)
         void (*release)(void *)
         void *argument
+        int polled
     struct rc_list:
         const uint64_t *sources
         const uint64_t *destinations
@@ -40,13 +41,50 @@ cdef extern from "client_core.h" nogil:
     struct rc_counters:
         uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes
         uint64_t fast_submissions
+    struct rg_api:
+        int (*cuGetErrorName)(int, const char **)
+    struct rg_counters:
+        uint64_t *operations
+        uint64_t *pieces
+        uint64_t *bytes
+    struct rg_costs:
+        double strided_ns, row_ns, batched_ns, kernel_ns, engine_rate, kernel_rate, nic_rate
+    struct rg_copier:
+        rg_counters counters
+        rg_costs costs
+    struct rc_copier_facts:
+        void *stream
+        void *kernel
+        void *lists
+        uint32_t list_count, list_pieces, thread_blocks
+        int32_t forced
+        uint64_t base, doorbell, scratch, scratch_target
+        double nic_rate
+    struct rr_lane:
+        uint64_t doorbell
     struct rc_lane:
         uint8_t *memory
+        uint64_t memory_bytes
+        rg_copier *copier
+    struct rc_bounce:
+        uint8_t *memory
+        uint64_t memory_bytes
+        rg_copier *copier
+    struct rr_facts "rr_segment_header":
+        uint32_t slots
+        uint64_t slot_bytes
     struct rc_core:
         uint32_t rail_count
         int completion_fd, pid
         rc_lane *lanes
+        rc_bounce *bounces
         rc_counters counters
+        void *segment
+        uint64_t segment_bytes
+        rr_facts facts
+        rg_api gpu
+        void *gpu_context
+        uint32_t gpu_failure
     struct rc_submission:
         uint32_t index, generation, result
         uint64_t bytes_done, bytes
@@ -57,7 +95,20 @@ cdef extern from "client_core.h" nogil:
     void rc_free(rc_core *)
     int rc_add_lane(rc_core *, uint32_t rail, int fd, uint64_t bytes, uint64_t generation)
     int rc_add_bounce(rc_core *, uint32_t rail, int fd, uint64_t bytes)
-    int rc_add_region(rc_core *, uint32_t index, uint64_t address, uint64_t bytes, int shared, uint32_t rail)
+    int rc_add_region(rc_core *, uint32_t index, uint64_t address, uint64_t bytes, int shared, int on_gpu, uint32_t rail)
+    int rc_use_gpu(rc_core *, const uint64_t *functions, uint32_t count, void *context, int hang_up_fd)
+    int rc_add_gpu_lane(rc_core *, uint32_t rail, uint64_t address, uint64_t bytes, uint64_t generation)
+    int rc_set_lane_copier(rc_core *, uint32_t rail, const rc_copier_facts *)
+    int rc_set_bounce_copier(rc_core *, uint32_t rail, const rc_copier_facts *)
+    int rc_lane_is_leased(const rc_lane *)
+    int rc_lane_is_idle(rc_core *, uint32_t rail)
+    rr_lane *rc_shared_lane(rc_core *, uint32_t rail)
+    struct rc_gpu_event:
+        pass
+    rc_gpu_event *rc_gpu_event_new(rc_core *, void *event)
+    void rc_gpu_event_release(void *)
+    rc_ready rc_gpu_event_ready(rc_gpu_event *)
+    const char *rg_error_name(const rg_api *, int result)
     int rc_remove_region(rc_core *, uint32_t index)
     int rc_add_peer(rc_core *, uint32_t peer, const uint8_t *local_rails, uint32_t count)
     int rc_add_remote(rc_core *, rc_remote remote)
@@ -79,12 +130,22 @@ cdef extern from "client_core.h" nogil:
     rc_ready rc_event_ready(rc_event *)
     void rc_event_release(void *)
 
+cdef extern from "gpu_names.h" nogil:
+    const char *const rg_function_names[]
+    uint32_t rg_function_count
+    enum:
+        RG_STRIDED
+        RG_BATCH
+        RG_KERNEL
+
 cdef extern from "atomics.h" nogil:
     void rr_store_release_u32(uint32_t *, uint32_t)
     uint32_t rr_load_acquire_u32(const uint32_t *)
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
+
+FUNCTION_NAMES = tuple((<bytes> rg_function_names[i]).decode() for i in range(rg_function_count))
 
 ROUTE_RELAY = RC_ROUTE_RELAY
 ROUTE_DIRECT = RC_ROUTE_DIRECT
@@ -127,6 +188,9 @@ cdef class HostEvent:
     cdef rc_event *event
     cdef object __weakref__
 
+    cdef rc_ready ready(self):
+        return rc_event_ready(self.event)
+
     def __cinit__(self):
         self.event = rc_event_new()
         if self.event is NULL:
@@ -145,6 +209,36 @@ cdef class HostEvent:
 
     def is_set(self):
         return rr_load_acquire_u32(&self.event.set) != 0
+
+
+cdef class GpuEvent:
+    cdef ClientCore core
+    cdef rc_gpu_event *event
+
+    def __init__(self, ClientCore core, uintptr_t event):
+        if self.event is not NULL:
+            raise RuntimeError("a GpuEvent is initialised once")
+        self.core = core
+        self.event = rc_gpu_event_new(core.core, <void *> event)
+        if self.event is NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        if self.event is not NULL:
+            rc_gpu_event_release(self.event)
+
+    cdef rc_ready ready(self):
+        return rc_gpu_event_ready(self.event)
+
+
+cdef rc_ready ready_of(event) except *:
+    cdef rc_ready when
+    if event is None:
+        when.query, when.release, when.argument, when.polled = NULL, NULL, NULL, 0
+        return when
+    if isinstance(event, GpuEvent):
+        return (<GpuEvent> event).ready()
+    return (<HostEvent?> event).ready()
 
 
 cdef class Submission:
@@ -297,16 +391,86 @@ cdef class ClientCore:
             status = rc_add_lane(self.core, rail, fd, nbytes, generation)
         check(status, f"lane of rail {rail}")
 
+    def add_gpu_lane(self, uint32_t rail, uint64_t address, uint64_t nbytes, uint64_t generation):
+        self.here()
+        check(rc_add_gpu_lane(self.core, rail, address, nbytes, generation), f"lane of rail {rail}")
+
     def has_lane(self, uint32_t rail):
-        return rail < self.core.rail_count and self.core.lanes[rail].memory is not NULL
+        return rail < self.core.rail_count and bool(rc_lane_is_leased(&self.core.lanes[rail]))
+
+    def has_copier(self, uint32_t rail):
+        return rail < self.core.rail_count and self.core.lanes[rail].copier is not NULL
+
+    def has_bounce_copier(self, uint32_t rail):
+        return rail < self.core.rail_count and self.core.bounces[rail].copier is not NULL
+
+    def lane_is_idle(self, uint32_t rail):
+        return bool(rc_lane_is_idle(self.core, rail))
+
+    # ---- GPU memory ----
+
+    @property
+    def slots(self):
+        return self.core.facts.slots
+
+    @property
+    def segment_area(self):
+        return <uintptr_t> self.core.segment, self.core.segment_bytes
+
+    def doorbell_offset(self, uint32_t rail):
+        return <uintptr_t> &rc_shared_lane(self.core, rail).doorbell - <uintptr_t> self.core.segment
+
+    def lane_area(self, uint32_t rail):
+        return <uintptr_t> self.core.lanes[rail].memory, self.core.lanes[rail].memory_bytes
+
+    def bounce_area(self, uint32_t rail):
+        return <uintptr_t> self.core.bounces[rail].memory, self.core.bounces[rail].memory_bytes
+
+    def use_gpu(self, functions, uintptr_t context, int hang_up_fd):
+        self.here()
+        cdef uint64_t[32] addresses
+        if len(functions) > 32:
+            raise ValueError(f"{len(functions)} functions")
+        for i, address in enumerate(functions):
+            addresses[i] = address
+        check(rc_use_gpu(self.core, addresses, len(functions), <void *> context, hang_up_fd), "GPU")
+
+    def set_copier(self, uint32_t rail, *, bint bounce, uintptr_t stream, uintptr_t kernel, uintptr_t lists, uint32_t list_count,
+                    uint32_t list_pieces, uint32_t thread_blocks, int32_t forced, uint64_t base, uint64_t doorbell, scratch,
+                    double nic_rate):
+        cdef rc_copier_facts facts
+        cdef int status
+        self.here()
+        facts.stream, facts.kernel, facts.lists = <void *> stream, <void *> kernel, <void *> lists
+        facts.list_count, facts.list_pieces, facts.thread_blocks, facts.forced = list_count, list_pieces, thread_blocks, forced
+        facts.base, facts.doorbell = base, doorbell
+        facts.scratch, facts.scratch_target = scratch
+        facts.nic_rate = nic_rate
+        with nogil:
+            if bounce:
+                status = rc_set_bounce_copier(self.core, rail, &facts)
+            else:
+                status = rc_set_lane_copier(self.core, rail, &facts)
+        if status > 0:
+            raise SubmitError("gpu_error", f"measuring copies for rail {rail}: {rg_error_name(&self.core.gpu, status).decode()}")
+        check(status, f"copies for rail {rail}")
+
+    @property
+    def gpu_error(self):
+        if not self.core.gpu_failure:
+            return ""
+        return rg_error_name(&self.core.gpu, self.core.gpu_failure).decode()
+
+    def copy_costs(self, uint32_t rail):
+        return self.core.lanes[rail].copier.costs if self.has_copier(rail) else None
 
     def add_bounce(self, uint32_t rail, int fd, uint64_t nbytes):
         self.here()
         check(rc_add_bounce(self.core, rail, fd, nbytes), f"bounce memory of rail {rail}")
 
-    def add_region(self, uint32_t region, uint64_t address, uint64_t nbytes, bint shared, uint32_t rail):
+    def add_region(self, uint32_t region, uint64_t address, uint64_t nbytes, bint shared, bint on_gpu, uint32_t rail):
         self.here()
-        cdef int status = rc_add_region(self.core, region, address, nbytes, shared, rail)
+        cdef int status = rc_add_region(self.core, region, address, nbytes, shared, on_gpu, rail)
         if status == -17:
             raise SubmitError("overlap", f"region of {nbytes} bytes at {address:#x} overlaps one that is registered already")
         check(status, f"region at {address:#x}")
@@ -351,7 +515,7 @@ cdef class ClientCore:
         return submission
 
     def reserve(self, uint32_t peer, const uint64_t[::1] sources, const uint64_t[::1] destinations, const uint64_t[::1] lengths, *,
-                uint64_t space, uint64_t tag, uint64_t timeout_ns, bint note, HostEvent ready):
+                uint64_t space, uint64_t tag, uint64_t timeout_ns, bint note, ready):
         self.here()
         cdef rc_error error
         cdef rc_submission *at
@@ -363,11 +527,7 @@ cdef class ClientCore:
             raise SubmitError("bad_length", "a transfer needs at least one block")
         blocks.sources, blocks.destinations, blocks.lengths = &sources[0], &destinations[0], &lengths[0]
         blocks.count, blocks.space, blocks.one_length = sources.shape[0], space, lengths.shape[0] == 1
-        when.query = NULL
-        when.release = NULL
-        when.argument = NULL
-        if ready is not None:
-            when = rc_event_ready(ready.event)
+        when = ready_of(ready)
         with nogil:
             at = rc_reserve(self.core, peer, &blocks, tag, timeout_ns, note, when, &error)
         return self.wrap(at, &error)
@@ -377,11 +537,8 @@ cdef class ClientCore:
         self.here()
         cdef rc_error error
         cdef rc_submission *at
-        cdef rc_ready never
+        cdef rc_ready never = ready_of(None)
         cdef rc_list blocks
-        never.query = NULL
-        never.release = NULL
-        never.argument = NULL
         blocks.count = sources.shape[0]
         blocks.one_length = lengths is None
         if blocks.count == 0 or <uint64_t> destinations.shape[0] != blocks.count or (
@@ -397,7 +554,7 @@ cdef class ClientCore:
 
     def reserve_pages(self, uint32_t peer, const uint64_t[::1] source_rows, uint64_t source_stride, const int64_t[::1] source_pages,
                       const uint64_t[::1] destination_rows, uint64_t destination_stride, const int64_t[::1] destination_pages,
-                      uint64_t piece_bytes, *, uint64_t tag, uint64_t timeout_ns, bint note, HostEvent ready):
+                      uint64_t piece_bytes, *, uint64_t tag, uint64_t timeout_ns, bint note, ready):
         self.here()
         cdef rc_error error
         cdef rc_submission *at
@@ -410,11 +567,7 @@ cdef class ClientCore:
             raise SubmitError("bad_length", f"{source_pages.shape[0]} source pages, {destination_pages.shape[0]} destination pages")
         if rows == 0 or pages == 0:
             raise SubmitError("bad_length", f"a paged transfer needs rows and pages: {rows} rows, {pages} pages")
-        when.query = NULL
-        when.release = NULL
-        when.argument = NULL
-        if ready is not None:
-            when = rc_event_ready(ready.event)
+        when = ready_of(ready)
         with nogil:
             at = rc_reserve_pages(self.core, peer, &source_rows[0], source_stride, &source_pages[0], &destination_rows[0],
                                   destination_stride, &destination_pages[0], rows, pages, piece_bytes, tag, timeout_ns, note, when, &error)
@@ -437,7 +590,31 @@ cdef class ClientCore:
             "direct_slices": c.direct_slices,
             "bounced_bytes": c.bounced_bytes,
             "fast_submissions": c.fast_submissions,
+            **self.gpu_counters(),
         }
+
+    cdef gpu_counters(self):
+        """Copies by a GPU into lanes and out of bounce memory, by way."""
+        cdef uint64_t[3] operations, pieces, nbytes
+        cdef rg_copier *copiers[2]
+        cdef uint32_t rail, way, i
+        for way in range(3):
+            operations[way] = pieces[way] = nbytes[way] = 0
+        for rail in range(self.core.rail_count):
+            copiers[0], copiers[1] = self.core.lanes[rail].copier, self.core.bounces[rail].copier
+            for i in range(2):
+                if copiers[i] is NULL:
+                    continue
+                for way in range(3):
+                    operations[way] += copiers[i].counters.operations[way]
+                    pieces[way] += copiers[i].counters.pieces[way]
+                    nbytes[way] += copiers[i].counters.bytes[way]
+        counters = {}
+        for way, name in ((RG_STRIDED, "strided"), (RG_BATCH, "batch"), (RG_KERNEL, "kernel")):
+            counters[f"gpu_{name}_operations"] = operations[way]
+            counters[f"gpu_{name}_pieces"] = pieces[way]
+            counters[f"gpu_{name}_bytes"] = nbytes[way]
+        return counters
 
     def close(self):
         if self.closed:

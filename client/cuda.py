@@ -199,6 +199,10 @@ class Gpu:
                 raise
         return event
 
+    def wait(self, stream: int, event: int) -> None:
+        with self.current():
+            _call("cuStreamWaitEvent", stream, event, 0)
+
     def synchronize(self) -> None:
         with self.current():
             _call("cuCtxSynchronize")
@@ -396,10 +400,13 @@ class Handles:
     def kind(self) -> str:
         return "vmm" if self.vmm >= 0 else "ipc" if self.ipc else ""
 
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return tuple(fd for fd in (self.vmm, self.dmabuf) if fd >= 0)
+
     def close(self) -> None:
-        for fd in (self.vmm, self.dmabuf):
-            if fd >= 0:
-                os.close(fd)
+        for fd in self.fds:
+            os.close(fd)
 
 
 def handles_of(gpu: Gpu, address: int, nbytes: int) -> Handles:

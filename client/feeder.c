@@ -6,14 +6,14 @@
 #include <signal.h>
 #include <string.h>
 
-#include "client_core.h"
+#include "pieces.h"
 
 #define RAMP_START_BYTES (1ull << 20)
 #define HEARTBEAT_NS 1000000000ull
 
 void rc_wake_feeder(struct rc_core *core) { rr_count_wake(&core->control->feeder_wake, &core->control->feeder_sleeping); }
 
-static void wake_rail(struct rc_core *core, uint32_t rail)
+void rc_wake_rail(struct rc_core *core, uint32_t rail)
 {
     if (rr_wake_needed(&core->rails[rail].sleeping)) rr_kick(core->kick_fds[rail]);
 }
@@ -21,50 +21,9 @@ static void wake_rail(struct rc_core *core, uint32_t rail)
 /* Bucket 0 of a ring is nobody's: peers and owners are numbered from 0. */
 static uint32_t destination_id(const struct rc_part *part) { return part->submission->peer * 61 + part->owner + 1; }
 
-/* ---- walking the blocks of a part ---- */
-
-struct piece {
-    uint64_t source, destination, length;
-    uint32_t region, remote;
-};
-
-static int peek_piece(const struct rc_part *part, struct piece *out)
-{
-    if (part->blocks) {
-        if (part->block_at == part->block_count) return 0;
-        const struct rc_block *block = &part->blocks[part->block_at];
-        *out = (struct piece){block->source + part->block_offset, block->destination + part->block_offset, block->length - part->block_offset,
-                              block->region, block->remote};
-        return 1;
-    }
-    if (part->row_at == part->row_count) return 0;
-    const struct rc_pages *pages = &part->submission->pages;
-    const struct rc_row *row = &pages->rows[part->row_indices[part->row_at]];
-    *out = (struct piece){row->source + (uint64_t)pages->source_pages[part->page_at] * pages->source_stride + part->block_offset,
-                          row->destination + (uint64_t)pages->destination_pages[part->page_at] * pages->destination_stride + part->block_offset,
-                          pages->piece_bytes - part->block_offset, row->region, row->remote};
-    return 1;
-}
-
-static void take_piece(struct rc_part *part, uint64_t taken, uint64_t length)
-{
-    part->bytes_left -= taken;
-    if (taken < length) {
-        part->block_offset += taken;
-        return;
-    }
-    part->block_offset = 0;
-    if (part->blocks) {
-        part->block_at++;
-    } else if (++part->page_at == part->submission->pages.page_count) {
-        part->page_at = 0;
-        part->row_at++;
-    }
-}
-
 /* ---- slices ---- */
 
-static void describe(struct rr_slice *slice, struct rc_part *part, uint32_t block_count, uint64_t bytes)
+void rc_describe(struct rr_slice *slice, struct rc_part *part, uint32_t block_count, uint64_t bytes)
 {
     struct rc_submission *s = part->submission;
     memset(slice, 0, sizeof *slice);
@@ -108,8 +67,8 @@ static uint32_t fill_slot(struct rc_part *part, uint8_t *slot, struct rr_block *
 {
     uint64_t at = 0, bytes = 0;
     uint32_t count = 0;
-    struct piece piece;
-    while (at < limit && peek_piece(part, &piece)) {
+    struct rc_piece piece;
+    while (at < limit && rc_peek_piece(part, &piece)) {
         uint64_t take = piece.length < limit - at ? piece.length : limit - at;
         struct rr_block *last = count ? &table[count - 1] : NULL;
         int joins = last && last->remote_region == piece.remote && last->destination + last->length == piece.destination &&
@@ -122,7 +81,7 @@ static uint32_t fill_slot(struct rc_part *part, uint8_t *slot, struct rr_block *
             table[count++] = (struct rr_block){at, piece.destination, (uint32_t)take, 0, piece.remote, 0};
         bytes += take;
         at = (at + take + RR_PACK_BYTES - 1) & ~(uint64_t)(RR_PACK_BYTES - 1);
-        take_piece(part, take, piece.length);
+        rc_take_piece(part, take, piece.length);
     }
     *filled = bytes;
     return count;
@@ -151,8 +110,9 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
         pthread_mutex_lock(&lane->lock);
     else if (pthread_mutex_trylock(&lane->lock))
         return 0;
-    if (!lane->memory || !lane_allows(lane, part, small)) {
-        if (lane->memory) stall(core, part, lane->producer.lane);
+    int leased = rc_lane_is_leased(lane) && (wait_for_lock || !lane->copier); /* a caller's thread has its own CUDA context */
+    if (!leased || !lane_allows(lane, part, small)) {
+        if (leased) stall(core, part, lane->producer.lane);
         pthread_mutex_unlock(&lane->lock);
         return 0;
     }
@@ -163,14 +123,19 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
     uint64_t limit = lane->ramp_bytes;
     uint32_t slot = rr_lane_reserve(&lane->producer);
     lane->destination_of[slot] = destination_id(part);
+    if (part->window_bytes && limit > part->window_bytes) limit = part->window_bytes;
+    if (lane->copier) {
+        rc_fill_by_gpu(core, part, slot, limit);
+        pthread_mutex_unlock(&lane->lock);
+        return 1;
+    }
     pthread_mutex_unlock(&lane->lock);
 
-    if (part->window_bytes && limit > part->window_bytes) limit = part->window_bytes;
     size_t at = (size_t)part->local_rail * core->facts.slots + slot;
     uint64_t bytes;
     uint32_t count = fill_slot(part, lane->memory + (size_t)slot * core->facts.slot_bytes,
                                core->slot_tables + at * core->facts.table_entries, limit, &bytes);
-    describe(&core->slot_heads[at], part, count, bytes);
+    rc_describe(&core->slot_heads[at], part, count, bytes);
     rr_fetch_add_u64(&core->counters.slots, 1);
     rr_fetch_add_u64(&core->counters.copied_bytes, bytes);
 
@@ -178,7 +143,7 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
     rr_lane_announce(&lane->producer, slot);
     rr_lane_ring_doorbell(&lane->producer);
     pthread_mutex_unlock(&lane->lock);
-    wake_rail(core, part->local_rail);
+    rc_wake_rail(core, part->local_rail);
     return 1;
 }
 
@@ -240,8 +205,8 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
     if (part->window_bytes && limit > part->window_bytes) limit = part->window_bytes;
     struct rr_block *table = ring->tables + (size_t)ring->next_table * core->facts.table_entries;
     uint32_t count = 0;
-    struct piece piece;
-    while (bytes < limit && peek_piece(part, &piece)) {
+    struct rc_piece piece;
+    while (bytes < limit && rc_peek_piece(part, &piece)) {
         uint64_t take = piece.length < limit - bytes ? piece.length : limit - bytes;
         uint64_t source = piece.source - core->region_bases[piece.region];
         struct rr_block *last = count ? &table[count - 1] : NULL;
@@ -253,10 +218,10 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
             table[count++] = (struct rr_block){source, piece.destination, (uint32_t)take, piece.region, piece.remote, 0};
         }
         bytes += take;
-        take_piece(part, take, piece.length);
+        rc_take_piece(part, take, piece.length);
     }
     struct rr_slice slice;
-    describe(&slice, part, count, bytes);
+    rc_describe(&slice, part, count, bytes);
     if (count == 1) {
         slice.flags |= RR_SLICE_INLINE;
         slice.inline_source = table[0].source;
@@ -272,7 +237,7 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
     rr_fetch_add_u64(&core->counters.direct_slices, 1);
     push(ring, &slice, bucket);
     pthread_mutex_unlock(&ring->lock);
-    wake_rail(core, part->local_rail);
+    rc_wake_rail(core, part->local_rail);
     return 1;
 }
 
@@ -296,7 +261,7 @@ static int publish_end(struct rc_core *core, struct rc_submission *s)
     pthread_mutex_unlock(&ring->lock);
     if (!room) return 0;
     s->slices++;
-    wake_rail(core, core->own_rail);
+    rc_wake_rail(core, core->own_rail);
     return 1;
 }
 
@@ -343,7 +308,7 @@ static void drop_part(struct feeder *f, struct rc_part *part)
     if (!waiting) {
         s->fed = 1;
         s->in_feeder = 0;
-        if (!s->any_direct && !s->ended_early) {
+        if (!s->any_direct && !s->any_gpu && !s->ended_early) {
             rr_store_release_u32(&s->source_done, 1);
             rr_futex_wake(&core->transfers[s->index].done, INT_MAX);
         }
@@ -389,6 +354,19 @@ static enum course course_of(struct feeder *f, struct rc_part *part)
     }
     s->ended_early = publish_end(core, s) != 0;
     return s->ended_early ? ENDED : ENDING;
+}
+
+/* Who waits for a CUDA event is asked again after a sixteenth of what it has waited, 10 to 500 us. */
+static int is_ready(struct feeder *f, struct rc_submission *s)
+{
+    if (!s->ready.query || s->ready.query(s->ready.argument)) return 1;
+    if (s->ready.polled) {
+        uint64_t now = rr_now_ns();
+        if (!s->ready_since_ns) s->ready_since_ns = now;
+        uint64_t pause = (now - s->ready_since_ns) / 16;
+        look_again_at(f, now + (pause < 10000 ? 10000 : pause > 500000 ? 500000 : pause));
+    }
+    return 0;
 }
 
 static int is_exclusive(const struct rc_core *core) { return core->route == RC_ROUTE_SERIAL || core->route == RC_ROUTE_SCHEDULED; }
@@ -443,6 +421,7 @@ static int round_of_parts(struct feeder *f)
 {
     struct rc_core *core = f->core;
     int progress = 0;
+    if (rr_load_acquire_u32(&core->gpu_failure) && !rr_load_acquire_u32(&core->dead)) rc_end_after_gpu_failure(core);
     take_inbox(f);
     if (!f->first) return 0;
     if (is_exclusive(core)) choose_exclusive(f);
@@ -458,8 +437,7 @@ static int round_of_parts(struct feeder *f)
                 enum course course = course_of(f, part);
                 int its_turn = !is_exclusive(core) || f->exclusive == s;
                 over = course == ENDED;
-                if (course == RUNS && its_turn && (!s->ready.query || s->ready.query(s->ready.argument)) &&
-                    rc_feed(core, part, small, 1)) {
+                if (course == RUNS && its_turn && is_ready(f, s) && rc_feed(core, part, small, 1)) {
                     progress++;
                     over = part->exhausted;
                 }
@@ -502,6 +480,7 @@ void *rc_feeder_main(void *argument)
             rr_store_relaxed_u64(&core->control->heartbeat_ns, now);
             core->counters.feeder_sleeps++;
             if (!f.first && !f.exclusive) rr_store_relaxed_u32(&core->control->feeder_sleeping, RR_SLEEPING_IDLE);
+            now = rr_now_ns();
             if (f.next_look_ns > now) rr_futex_wait(&core->control->feeder_wake, seen, f.next_look_ns - now);
             core->counters.feeder_wakes++;
         }

@@ -18,6 +18,8 @@ struct rg_attributes; /* CUmemcpyAttributes */
 /* The driver's functions, in the order in which cuda.py passes their addresses: name, arguments. */
 #define RG_FUNCTIONS(X) \
     X(cuCtxSetCurrent, (void *context)) \
+    X(cuCtxPushCurrent, (void *context)) \
+    X(cuCtxPopCurrent, (void **context)) \
     X(cuMemcpyAsync, (uint64_t destination, uint64_t source, uint64_t bytes, void *stream)) \
     X(cuMemcpyBatchAsync, (uint64_t *destinations, uint64_t *sources, uint64_t *sizes, uint64_t count, struct rg_attributes *attributes, \
                            uint64_t *attribute_starts, uint64_t attribute_count, void *stream)) \

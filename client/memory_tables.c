@@ -16,7 +16,7 @@ static int grow(void **array, uint32_t count, uint32_t *capacity, size_t bytes)
     return 0;
 }
 
-int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64_t bytes, int shared, uint32_t rail)
+int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64_t bytes, int shared, int on_gpu, uint32_t rail)
 {
     if (index >= RC_REGIONS_MAX) return -EINVAL;
     pthread_rwlock_wrlock(&core->tables);
@@ -28,7 +28,7 @@ int rc_add_region(struct rc_core *core, uint32_t index, uint64_t address, uint64
         status = -EEXIST;
     if (!status) {
         memmove(core->regions + at + 1, core->regions + at, (core->region_count - at) * sizeof *core->regions);
-        core->regions[at] = (struct rc_region){address, bytes, index, rail, shared, 0};
+        core->regions[at] = (struct rc_region){address, bytes, index, rail, shared, on_gpu, 0};
         core->region_count++;
         core->region_bases[index] = address;
     }

@@ -59,7 +59,7 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
 {
     struct rc_core *core = calloc(1, sizeof *core);
     if (!core) return rc_fail(error, "no_memory", "no memory for the client"), NULL;
-    core->completion_fd = -1;
+    core->completion_fd = core->hang_up_fd = -1;
     core->pid = getpid();
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) core->kick_fds[i] = -1;
     pthread_mutex_init(&core->queue, NULL);
@@ -161,6 +161,7 @@ void rc_close(struct rc_core *core)
         pthread_join(core->unbouncer, NULL);
     }
     core->feeder_started = core->unbouncer_started = 0;
+    rc_close_copiers(core);
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) {
         if (core->lanes[i].memory && here) munmap(core->lanes[i].memory, core->lanes[i].memory_bytes);
         if (core->bounces[i].memory && here) munmap(core->bounces[i].memory, core->bounces[i].memory_bytes);
@@ -195,12 +196,14 @@ void rc_free(struct rc_core *core)
     free(core);
 }
 
+struct rr_lane *rc_shared_lane(struct rc_core *core, uint32_t rail) { return (struct rr_lane *)area(core->segment, RR_AREA_LANE) + rail; }
+
 int rc_add_lane(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes, uint64_t generation)
 {
     if (rail >= core->rail_count || bytes < core->facts.slots * core->facts.slot_bytes) return -EINVAL;
     struct rc_lane *lane = &core->lanes[rail];
-    struct rr_lane *shared = (struct rr_lane *)area(core->segment, RR_AREA_LANE) + rail;
-    if (lane->memory) return -EBUSY;
+    struct rr_lane *shared = rc_shared_lane(core, rail);
+    if (rc_lane_is_leased(lane)) return -EBUSY;
     if (rr_load_acquire_u64(&shared->generation) != generation) return -ESTALE;
     uint8_t *memory = map_segment(fd, bytes, PROT_READ | PROT_WRITE);
     if (!memory) return -errno;

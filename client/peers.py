@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from railrelay.client.transfer import Transfer, core_errors, nanoseconds, tag_of
 if TYPE_CHECKING:
     from railrelay.client.client import Client
     from railrelay.client.connection import Connection
+
+Ready: TypeAlias = object  # core.HostEvent, a CUDA stream or event, or None
 
 # Processes behind one daemon have address spaces of their own, and equal addresses (CUDA's always are). The core sees
 # one space per peer, so the number of the process goes above bit 56, which no user address reaches.
@@ -166,7 +168,7 @@ class Peer:
         tag: int | bytes | str = 0,
         timeout: float = 30.0,
         notify: bytes | None = None,
-        ready: core.HostEvent | None = None,
+        ready: Ready = None,
         within: RemoteRegion | None = None,
     ) -> Transfer:
         """Begins to write blocks: ``lengths[i]`` bytes from local address ``sources[i]`` to the peer's address
@@ -175,8 +177,9 @@ class Peer:
         The memory must be registered here and open there, and must not change before ``source_done``. Destinations of
         one call must not overlap. ``tag`` (see tag_of) is what the decode engine can abort by. After ``timeout`` s the
         transfer ends with TIMED_OUT. ``notify``: payload that the decode engine's receiver gets, with the tag, once all
-        is placed. ``ready``: no source byte is read before it is set. ``within``: any region of the process at the peer
-        that the destinations belong to; needed if regions of several processes are open.
+        is placed. ``ready``: no source byte is read before this HostEvent is set, or this CUDA event or what this CUDA
+        stream was given so far has completed. ``within``: any region of the process at the peer that the
+        destinations belong to; needed if regions of several processes are open.
 
         Raises ArgumentError (names the block), PeerError, DaemonGone. The first call to a rail leases its lane."""
         source = addresses(sources, "sources")
@@ -189,6 +192,7 @@ class Peer:
                 f"{len(source)} sources, {len(destination)} destinations, {len(length)} lengths; expected equal",
             )
         tag, timeout_ns, remote = self._prepare(tag, timeout, notify, within)
+        event = self._client.event_of(ready)
         return self._submit(
             lambda: self._client.core.reserve(
                 self.index,
@@ -199,7 +203,7 @@ class Peer:
                 tag=tag,
                 timeout_ns=timeout_ns,
                 note=notify is not None,
-                ready=ready,
+                ready=event,
             ),
             tag,
             notify,
@@ -216,7 +220,7 @@ class Peer:
         tag: int | bytes | str = 0,
         timeout: float = 30.0,
         notify: bytes | None = None,
-        ready: core.HostEvent | None = None,
+        ready: Ready = None,
         within: RemoteRegion | None = None,
     ) -> Transfer:
         """Begins to write page ``source_pages[i]`` to page ``destination_pages[i]``, all rows of it: two array-likes of
@@ -237,6 +241,7 @@ class Peer:
         starts = destination.starts()
         _check_space(starts, int(to_pages.max(initial=0)) * destination.page_stride)
         tag, timeout_ns, remote = self._prepare(tag, timeout, notify, within)
+        event = self._client.event_of(ready)
         return self._submit(
             lambda: self._client.core.reserve_pages(
                 self.index,
@@ -250,7 +255,7 @@ class Peer:
                 tag=tag,
                 timeout_ns=timeout_ns,
                 note=notify is not None,
-                ready=ready,
+                ready=event,
             ),
             tag,
             notify,

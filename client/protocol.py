@@ -17,6 +17,7 @@ PROTOCOL_VERSION = 1
 CLIENT_MESSAGE_BYTES = 64 * 1024
 PEER_MESSAGE_BYTES = 1024 * 1024
 NOTE_BYTES = 16 * 1024
+Handle = bytes
 
 
 class Message(msgspec.Struct, tag_field="t", forbid_unknown_fields=True, frozen=True):
@@ -28,17 +29,19 @@ class Message(msgspec.Struct, tag_field="t", forbid_unknown_fields=True, frozen=
 
 class Attach(Message, frozen=True, tag="Attach"):
     """First message of a client. Answered by Attached with descriptors
-    [client segment, node segment, kick eventfd of rail 0, 1, ...]."""
+    [client segment, node segment, kick eventfd of rail 0, 1, ...]. device: UUID of the GPU of this rank, if the engine
+    has said which it is."""
 
     id: int
     protocol: int
     abi: int
     rank: int
     name: str
+    device: str = ""
 
 
 class LeaseLane(Message, frozen=True, tag="LeaseLane"):
-    """Lease of lane (rail, own rank). Answered by Leased with [relay memory]."""
+    """Lease of lane (rail, own rank). Answered by Leased with [relay memory]: shared memory, or what CUDA exported."""
 
     id: int
     rail: int
@@ -48,7 +51,12 @@ class Register(Message, frozen=True, tag="Register"):
     """Offers ``bytes`` at ``address`` (client's own numbering) as source and destination. With a descriptor the daemon
     maps it from ``offset`` (shared); without one the memory is private. Private memory that will be a destination
     (``receive``) needs bounce buffers: the reply then carries one descriptor of bounce memory a rail, unless the client
-    has them already. Answered by Registered."""
+    has them already. Answered by Registered.
+
+    memory "device": of the GPU ``device`` (UUID). handle says how other processes reach the allocation that it lies in
+    at ``offset``, ``handle_bytes`` long: "vmm" (a descriptor that CUDA exported), "ipc" (the 64 bytes ``ipc``) or "".
+    With ``dmabuf`` a dma-buf descriptor of its pages follows, from ``dmabuf_offset`` bytes before it on. Descriptors
+    in the order [vmm, dma-buf], as far as there are."""
 
     id: int
     address: int
@@ -57,6 +65,13 @@ class Register(Message, frozen=True, tag="Register"):
     offset: int
     rail: int
     receive: bool
+    memory: str = "host"
+    device: str = ""
+    handle: str = ""
+    handle_bytes: int = 0
+    ipc: Handle = b""
+    dmabuf: bool = False
+    dmabuf_offset: int = 0
 
 
 class Unregister(Message, frozen=True, tag="Unregister"):
@@ -144,18 +159,25 @@ class Attached(Message, frozen=True, tag="Attached"):
 
 
 class Leased(Message, frozen=True, tag="Leased"):
+    """memory "device": on the GPU ``device`` (UUID); the descriptor is what CUDA exported."""
+
     id: int
     rail: int
     generation: int
     bytes: int
+    memory: str = "host"
+    device: str = ""
 
 
 class Registered(Message, frozen=True, tag="Registered"):
+    """direct: the NIC of the rail reads and writes the memory itself."""
+
     id: int
     region: int
     rail: int
     capability: bytes
     bounces: bool
+    direct: bool
 
 
 class PeerConnected(Message, frozen=True, tag="PeerConnected"):
@@ -237,8 +259,18 @@ ClientRequest = (
     Attach | LeaseLane | Register | Unregister | ConnectPeer | OpenRegion | CloseRegion | Note | Abort | Cancel | Fence
 )
 ClientReply = (
-    Attached | Leased | Registered | PeerConnected | RegionOpened | Aborted | Done | Failed
-    | Notification | PeerDown | RegionGone | Draining
+    Attached
+    | Leased
+    | Registered
+    | PeerConnected
+    | RegionOpened
+    | Aborted
+    | Done
+    | Failed
+    | Notification
+    | PeerDown
+    | RegionGone
+    | Draining
 )
 
 

@@ -56,7 +56,7 @@ def decode_offer(offer: bytes) -> Offer:
 
 class Region:
     """Registered memory of this process; made by Client.register(). ``address`` is virtual, ``rail`` the one that
-    serves it. Register once, not per request."""
+    serves it, ``device`` the UUID of its GPU ("" for host memory). Register once, not per request."""
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Region:
         rail: int,
         capability: bytes,
         keep: object,
+        device: str = "",
     ) -> None:
         self._client = client
         self._capability = capability
@@ -77,6 +78,7 @@ class Region:
         self.address = address
         self.nbytes = nbytes
         self.rail = rail
+        self.device = device
 
     def offer(self) -> bytes:
         """Bytes for the peer's engine, by the engines' own channel; it passes them to Client.open()."""

@@ -7,6 +7,9 @@
 #include "client_core.h"
 #include "overlap.h"
 
+/* Shorter pieces of a page's rows become strided copies; longer ones join better along the pages of a row. */
+#define BY_PAGE_BYTES (64u << 10)
+
 static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_error *error)
 {
     uint64_t give_up = s->timeout_ns ? rr_now_ns() + s->timeout_ns : 0;
@@ -44,7 +47,7 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
 }
 
 struct way {
-    uint32_t local_rail, remote_rail, owner, window_bytes, window_runs, direct;
+    uint32_t local_rail, remote_rail, owner, window_bytes, window_runs, direct, on_gpu;
 };
 
 static struct way way_of(const struct rc_core *core, const struct rc_region *region, const struct rc_remote *remote)
@@ -52,7 +55,7 @@ static struct way way_of(const struct rc_core *core, const struct rc_region *reg
     uint32_t local = core->local_rails[remote->peer][remote->rail];
     int relayed = core->route == RC_ROUTE_RELAY || core->route == RC_ROUTE_RELAY_ALL;
     struct way way = {core->own_rail, remote->rail, remote->owner, remote->window_bytes,
-                      remote->window_runs, (uint32_t)region->shared};
+                      remote->window_runs, (uint32_t)region->shared, (uint32_t)region->on_gpu};
     if (relayed) {
         way.local_rail = local;
         way.direct = region->shared && local == core->own_rail && core->route == RC_ROUTE_RELAY;
@@ -92,9 +95,13 @@ static int make_parts(struct rc_submission *s, const struct way *ways, uint32_t 
         part->entries_max = core->facts.table_entries;
         if (part->window_bytes && ways[i].window_runs < part->entries_max) part->entries_max = ways[i].window_runs;
         part->direct = ways[i].direct;
+        part->on_gpu = ways[i].on_gpu;
+        part->by_page = part->on_gpu && s->pages.piece_bytes < BY_PAGE_BYTES;
         s->any_direct |= part->direct;
+        s->any_gpu |= part->on_gpu && !part->direct;
         error->rail = part->local_rail;
-        if (!part->direct && !core->lanes[part->local_rail].memory)
+        const struct rc_lane *lane = &core->lanes[part->local_rail];
+        if (!part->direct && !(part->on_gpu || !lane->memory ? (int)(lane->copier != NULL) : rc_lane_is_leased(lane)))
             return rc_fail(error, "no_lane", "lane of rail %u is not leased to this client", part->local_rail);
     }
     s->express = s->bytes <= core->express_bytes;

@@ -24,7 +24,7 @@ static int event_query(void *argument) { return rr_load_acquire_u32(&((struct rc
 struct rc_ready rc_event_ready(struct rc_event *event)
 {
     rr_fetch_add_u32(&event->references, 1);
-    return (struct rc_ready){event_query, rc_event_release, event};
+    return (struct rc_ready){event_query, rc_event_release, event, 0};
 }
 
 void rc_free_submission(struct rc_submission *s)
@@ -79,7 +79,9 @@ void rc_harvest(struct rc_submission *s)
     /* Nobody reads the source any more: all of it was placed, or the daemon has settled it or is dead and the feeder has
      * let go of it. */
     int all_placed = s->done && s->result == RR_OK;
-    if (all_placed || (s->fed && (s->settled || core->dead == RR_DAEMON_GONE))) rr_store_release_u32(&s->source_done, 1);
+    int copied = !s->any_gpu || rc_gpu_has_copied(s);
+    if (all_placed || (copied && s->fed && (s->settled || core->dead == RR_DAEMON_GONE))) rr_store_release_u32(&s->source_done, 1);
+    if (s->fed && copied && !s->any_direct && !s->ended_early) rr_store_release_u32(&s->source_done, 1);
     if (!s->settled || !s->fed) return;
     s->entry_released = 1;
     core->free_entries[core->free_count++] = s->index;
@@ -132,7 +134,7 @@ void rc_publish(struct rc_submission *s)
     if (s->express && s->part_count == 1 && !s->ready.query && !(exclusive && core->queued_parts) && rc_feed(core, s->parts, 1, 0) &&
         s->parts->exhausted) {
         s->fed = 1;
-        if (!s->any_direct) rr_store_release_u32(&s->source_done, 1);
+        if (!s->any_direct && !s->any_gpu) rr_store_release_u32(&s->source_done, 1);
         core->counters.fast_submissions++;
         pthread_mutex_unlock(&core->queue);
         return;

@@ -7,6 +7,25 @@
 
 #include "client_core.h"
 
+/* Waits until the GPU has copied what is listed. */
+static rg_result flush(const struct rc_bounce *bounce, uint32_t *listed)
+{
+    struct rg_copier *copier = bounce->copier;
+    rg_result result = rg_enter(copier);
+    if (!result && *listed) result = rg_copy(copier, 0, *listed);
+    if (!result) result = copier->api->cuStreamSynchronize(copier->stream);
+    *listed = 0;
+    return result;
+}
+
+static rg_result to_gpu(const struct rc_bounce *bounce, uint64_t offset, uint64_t destination, uint32_t length, uint32_t *listed)
+{
+    struct rg_copier *copier = rr_load_acquire_pointer((void *const *)&bounce->copier);
+    rg_result result = *listed == copier->list_pieces ? flush(bounce, listed) : 0;
+    rg_list(copier, 0)[(*listed)++] = (struct rg_piece){bounce->gpu_base + offset, destination, length, 0};
+    return result;
+}
+
 static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint64_t position)
 {
     uint32_t at = (uint32_t)(position % core->facts.bounce_slots);
@@ -14,6 +33,8 @@ static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint
     const struct rr_run *runs = bounce->runs + (size_t)at * core->facts.table_entries;
     uint32_t slot = frame->slot, count = frame->run_count, result = RR_OK;
     uint64_t taken = 0;
+    uint32_t listed = 0;
+    rg_result failure = 0;
     if (slot >= core->facts.bounce_slots || count > core->facts.table_entries) return RR_PROTOCOL;
     const uint8_t *source = bounce->memory + (size_t)slot * core->facts.slot_bytes;
     /* Held while copying: rc_remove_region returns only when nothing is written any more. */
@@ -27,11 +48,18 @@ static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint
             result = RR_REGION_GONE;
         else if (run.offset > region->bytes || run.length > region->bytes - run.offset || run.length > core->facts.slot_bytes - taken)
             result = RR_OUT_OF_BOUNDS;
+        else if (region->on_gpu)
+            failure |= to_gpu(bounce, (uint64_t)slot * core->facts.slot_bytes + taken, region->address + run.offset, run.length, &listed);
         else
             memcpy((void *)(uintptr_t)(region->address + run.offset), source + taken, run.length);
         taken += run.length;
     }
+    if (listed || failure) failure |= flush(bounce, &listed);
     pthread_rwlock_unlock(&core->tables);
+    if (failure) {
+        rc_gpu_failed(core, failure);
+        return RR_CLIENT_GONE;
+    }
     core->counters.bounced_bytes += taken;
     return result;
 }

@@ -247,6 +247,17 @@ int rr_collect(struct rr_rail *rail)
     return work_count;
 }
 
+int rr_collect_filling(struct rr_rail *rail)
+{
+    for (uint32_t i = 0; i < rail->client_count; i++) {
+        struct rr_client *client = rail->clients[i];
+        const struct rr_port *port = &client->ports[rail->number];
+        if (!port->lane_memory || rr_load_relaxed_u32(&client->faulted)) continue;
+        if (rr_load_relaxed_u64(&port->lane.lane->head) != rr_load_relaxed_u64(&port->lane.lane->doorbell)) return 1;
+    }
+    return 0;
+}
+
 int rr_collect_pending(struct rr_rail *rail)
 {
     for (uint32_t i = 0; i < rail->client_count; i++) {

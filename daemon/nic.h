@@ -50,6 +50,10 @@ struct rr_nic {
     struct rr_rail *rail;
 };
 
+/* epoll_wait to the nanosecond; -1: no limit. */
+struct epoll_event;
+int rr_epoll_wait(int epoll_fd, struct epoll_event *events, int max, int64_t timeout_ns);
+
 extern const struct rr_nic_ops rr_tcp_nic;
 
 #endif

@@ -1,12 +1,17 @@
 /* The duty cycle of one rail: commands, B (collector), C (mover: rr_nic_ops.post and poll), then sleep. One thread a
  * rail, entered once, never holding the GIL. It sleeps in the NIC's epoll set, which includes the kick eventfds. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "nic.h"
 
@@ -250,6 +255,27 @@ void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
 
 /* ---- the cycle ---- */
 
+int rr_epoll_wait(int epoll_fd, struct epoll_event *events, int max, int64_t timeout_ns)
+{
+    if (timeout_ns <= 0) return epoll_wait(epoll_fd, events, max, timeout_ns < 0 ? -1 : 0);
+#ifdef SYS_epoll_pwait2
+    struct timespec timeout = {timeout_ns / 1000000000, timeout_ns % 1000000000};
+    int count = (int)syscall(SYS_epoll_pwait2, epoll_fd, events, max, &timeout, NULL, 0);
+    if (count >= 0 || errno != ENOSYS) return count;
+#endif
+    return epoll_wait(epoll_fd, events, max, (int)((timeout_ns + 999999) / 1000000));
+}
+
+/* A GPU that fills a slot wakes nobody when it is done. Spins, then naps for an eighth of the time that it has waited,
+ * so that a slot which is never filled costs little. */
+#define FILLING_SPIN_NS 50000u
+
+static int64_t nap_of(uint64_t waited_ns)
+{
+    uint64_t nap_ns = waited_ns / 8;
+    return (int64_t)(nap_ns < 20000 ? 20000 : nap_ns > 1000000 ? 1000000 : nap_ns);
+}
+
 static int post(struct rr_rail *rail)
 {
     int work_count = 0;
@@ -296,6 +322,7 @@ static void prepare_thread(struct rr_rail *rail)
     char name[16];
     snprintf(name, sizeof name, "rail-%d", rail->number);
     pthread_setname_np(pthread_self(), name);
+    prctl(PR_SET_TIMERSLACK, 1000ul); /* naps are of 20 us */
     sigset_t all;
     sigfillset(&all);
     sigdelset(&all, SIGBUS);
@@ -326,20 +353,24 @@ void *rr_rail_main(void *argument)
             idle_since = 0;
             continue;
         }
-        if (rail->plane->spin_ns) {
+        int64_t nap_ns = -1;
+        int filling = rr_collect_filling(rail);
+        if (rail->plane->spin_ns || filling) {
             uint64_t now = rr_now_ns();
             if (!idle_since) idle_since = now;
-            if (now - idle_since < rail->plane->spin_ns) {
+            uint64_t spin_ns = filling && rail->plane->spin_ns ? FILLING_SPIN_NS : rail->plane->spin_ns;
+            if (now - idle_since < spin_ns) {
                 rr_pause();
                 continue;
             }
+            if (filling) nap_ns = nap_of(now - idle_since);
         }
-        idle_since = 0;
+        if (!filling) idle_since = 0;
         rr_sleep_arm(&rail->state->sleeping);
         if (!rr_load_relaxed_u32(&rail->commands_waiting) && !rr_collect_pending(rail) && !rr_load_relaxed_u32(&rail->stop)) {
             uint64_t before = rr_now_ns();
             rr_count(rail, RR_RAIL_SLEEPS, 1);
-            rail->nic->ops->poll(rail->nic, -1);
+            rail->nic->ops->poll(rail->nic, nap_ns);
             rr_count(rail, RR_RAIL_SLEEP_NS, rr_now_ns() - before);
         }
         rr_sleep_disarm(&rail->state->sleeping);

@@ -103,10 +103,10 @@ class Requests:
                 ErrorCode.BAD_LENGTH,
                 f"region of {message.bytes} bytes at {message.address:#x}: not in a 64-bit address space",
             )
-        if len(fds) != int(message.shared):
-            raise RelayError(
-                ErrorCode.BAD_ARGUMENT, f"Register came with {len(fds)} descriptors; expected {int(message.shared)}"
-            )
+        on_gpu = message.memory == "device"
+        expected = (message.handle == "vmm") + message.dmabuf if on_gpu else int(message.shared)
+        if len(fds) != expected or (on_gpu and message.shared):
+            raise RelayError(ErrorCode.BAD_ARGUMENT, f"Register came with {len(fds)} descriptors; expected {expected}")
         if message.shared:
             _check_file(fds[0], message.offset, message.bytes)
         index = client.region_rows.take()
@@ -115,7 +115,8 @@ class Requests:
                 ErrorCode.LIMIT, f"{client} has {client.region_rows.count} regions; raise limits.regions_per_client"
             )
         try:
-            ctx.plane.add_region(client.row, index, fds[0] if fds else -1, message.offset, message.bytes)
+            fd = fds[0] if message.shared else -1
+            ctx.plane.add_region(client.row, index, fd, message.offset, message.bytes)
         except OSError as failure:
             client.region_rows.free(index)
             raise RelayError(
@@ -149,7 +150,7 @@ class Requests:
                     client.region_rows.free(index)
                     raise
             self._regions[region.capability] = region
-            reply = protocol.Registered(message.id, index, rail, region.capability, fresh)
+            reply = protocol.Registered(message.id, index, rail, region.capability, fresh, message.shared)
             client.socket.send(reply, tuple(memory.fd for memory in client.bounces) if fresh else ())
             for memory in client.bounces:
                 memory.close_fd()
@@ -247,7 +248,13 @@ class Requests:
             raise
         client.remotes[index] = Remote(index, peer, opened.handle)
         return protocol.RegionOpened(
-            message.id, index, opened.address, opened.bytes, opened.rail, opened.owner, opened.window_bytes,
+            message.id,
+            index,
+            opened.address,
+            opened.bytes,
+            opened.rail,
+            opened.owner,
+            opened.window_bytes,
             opened.window_runs,
         )
 

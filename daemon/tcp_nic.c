@@ -141,8 +141,7 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
 {
     struct tcp_nic *nic = tcp(base);
     struct epoll_event events[EVENTS_PER_POLL];
-    int timeout_ms = timeout_ns < 0 ? -1 : (int)(timeout_ns / 1000000);
-    int count = epoll_wait(nic->epoll_fd, events, EVENTS_PER_POLL, timeout_ms);
+    int count = rr_epoll_wait(nic->epoll_fd, events, EVENTS_PER_POLL, timeout_ns);
     int work_count = 0;
     for (int i = 0; i < count; i++) {
         struct rr_connection *c = events[i].data.ptr;

@@ -37,7 +37,7 @@ static const struct rr_constant rr_constants[] = {
 static const struct rr_constant rr_results[] = {
     RR_C(OK), RR_C(CANCELLED), RR_C(ABORTED), RR_C(TIMED_OUT), RR_C(UNSETTLED), RR_C(PEER_LOST), RR_C(REGION_GONE),
     RR_C(BAD_REGION), RR_C(OUT_OF_BOUNDS), RR_C(PROTOCOL), RR_C(SEGMENT_TRUNCATED), RR_C(DAEMON_GONE), RR_C(CLIENT_GONE),
-    RR_C(RAIL_DOWN), {0, 0}};
+    RR_C(RAIL_DOWN), RR_C(GPU_ERROR), {0, 0}};
 #undef RR_C
 
 #define RR_LABEL(id, label) label,

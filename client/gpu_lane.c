@@ -1,0 +1,250 @@
+/* Slots that a GPU fills: the feeder lists the pieces, announces the slot, and enqueues the copies and then the doorbell
+ * on the lane's stream. A slot filled by the CPU in such a lane rings through the stream too, so that the doorbell
+ * passes no slot that is still being filled. Everything here is the feeder's but for what opens and closes. */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "pieces.h"
+
+#define CUDA_NOT_READY 600
+
+int rc_use_gpu(struct rc_core *core, const uint64_t *functions, uint32_t count, void *context, int hang_up_fd)
+{
+    if (count * sizeof(void *) != sizeof core->gpu) return -EINVAL;
+    if (core->gpu_context) return -EBUSY;
+    core->hang_up_fd = dup(hang_up_fd);
+    if (core->hang_up_fd < 0) return -errno;
+    for (uint32_t i = 0; i < count; i++) {
+        void *function = (void *)(uintptr_t)functions[i];
+        memcpy((char *)&core->gpu + i * sizeof function, &function, sizeof function);
+    }
+    core->gpu_context = context;
+    return 0;
+}
+
+int rc_add_gpu_lane(struct rc_core *core, uint32_t rail, uint64_t address, uint64_t bytes, uint64_t generation)
+{
+    if (rail >= core->rail_count || bytes < core->facts.slots * core->facts.slot_bytes) return -EINVAL;
+    struct rc_lane *lane = &core->lanes[rail];
+    struct rr_lane *shared = rc_shared_lane(core, rail);
+    if (rc_lane_is_leased(lane)) return -EBUSY;
+    if (rr_load_acquire_u64(&shared->generation) != generation) return -ESTALE;
+    pthread_mutex_lock(&lane->lock);
+    rr_lane_producer_init(&lane->producer, shared, core->facts.slots);
+    lane->memory_bytes = bytes;
+    lane->gpu_base = address;
+    pthread_mutex_unlock(&lane->lock);
+    return 0;
+}
+
+int rc_lane_is_idle(struct rc_core *core, uint32_t rail)
+{
+    struct rc_lane *lane = &core->lanes[rail];
+    pthread_mutex_lock(&lane->lock);
+    int idle = lane->producer.head == 0 && lane->producer.free_count == lane->producer.slots;
+    pthread_mutex_unlock(&lane->lock);
+    return idle;
+}
+
+static struct rg_copier *new_copier(struct rc_core *core, const struct rc_copier_facts *facts, rg_result *result)
+{
+    struct rg_copier *copier = malloc(sizeof *copier);
+    if (!copier) return NULL;
+    if (rg_open(copier, &core->gpu, core->gpu_context, facts->stream, facts->kernel, facts->lists, facts->list_count, facts->list_pieces)) {
+        free(copier);
+        return NULL;
+    }
+    copier->thread_blocks = facts->thread_blocks;
+    copier->forced = facts->forced;
+    *result = rg_calibrate(copier, facts->scratch, facts->scratch_target, facts->nic_rate);
+    return copier;
+}
+
+int rc_set_lane_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts)
+{
+    if (rail >= core->rail_count || !rc_lane_is_leased(&core->lanes[rail]) || facts->list_count < core->facts.slots) return -EINVAL;
+    rg_result result = 0;
+    struct rg_copier *copier = new_copier(core, facts, &result);
+    if (!copier) return -ENOMEM;
+    if (result) {
+        rg_close(copier);
+        free(copier);
+        return result;
+    }
+    struct rc_lane *lane = &core->lanes[rail];
+    pthread_mutex_lock(&lane->lock);
+    lane->gpu_base = facts->base;
+    lane->gpu_doorbell = facts->doorbell;
+    rr_store_release_pointer((void **)&lane->copier, copier);
+    pthread_mutex_unlock(&lane->lock);
+    return 0;
+}
+
+int rc_set_bounce_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts)
+{
+    if (rail >= core->rail_count) return -EINVAL;
+    rg_result result = 0;
+    struct rg_copier *copier = new_copier(core, facts, &result);
+    if (!copier) return -ENOMEM;
+    if (result) {
+        rg_close(copier);
+        free(copier);
+        return result;
+    }
+    core->bounces[rail].gpu_base = facts->base;
+    rr_store_release_pointer((void **)&core->bounces[rail].copier, copier);
+    return 0;
+}
+
+void rc_close_copiers(struct rc_core *core)
+{
+    for (uint32_t i = 0; i < RR_MAX_RAILS; i++) {
+        struct rg_copier *copiers[] = {core->lanes[i].copier, core->bounces[i].copier};
+        core->lanes[i].copier = core->bounces[i].copier = NULL;
+        core->lanes[i].gpu_base = 0;
+        for (int j = 0; j < 2; j++) {
+            if (!copiers[j]) continue;
+            rg_close(copiers[j]);
+            free(copiers[j]);
+        }
+    }
+    if (core->hang_up_fd >= 0) close(core->hang_up_fd);
+    core->hang_up_fd = -1;
+}
+
+/* ---- filling ---- */
+
+/* Writes the slot's table and lists its pieces for the copier; returns how many entries. */
+static uint32_t list_pieces(struct rc_part *part, struct rg_copier *copier, uint32_t slot, uint64_t base, struct rr_block *table, uint64_t limit,
+                            uint64_t *filled, uint32_t *piece_count)
+{
+    struct rg_piece *pieces = rg_list(copier, slot);
+    uint64_t at = 0, bytes = 0;
+    uint32_t entries = 0, count = 0;
+    struct rc_piece piece;
+    while (at < limit && count < copier->list_pieces && rc_peek_piece(part, &piece)) {
+        uint64_t take = piece.length < limit - at ? piece.length : limit - at;
+        struct rr_block *last = entries ? &table[entries - 1] : NULL;
+        int joins = last && last->remote_region == piece.remote && last->destination + last->length == piece.destination &&
+                    last->source + last->length == at;
+        if (!joins && entries == part->entries_max) break;
+        struct rg_piece *before = count ? &pieces[count - 1] : NULL;
+        if (before && before->source + before->bytes == piece.source && before->destination + before->bytes == base + at)
+            before->bytes += (uint32_t)take;
+        else
+            pieces[count++] = (struct rg_piece){piece.source, base + at, (uint32_t)take, 0};
+        if (joins)
+            last->length += (uint32_t)take;
+        else
+            table[entries++] = (struct rr_block){at, piece.destination, (uint32_t)take, 0, piece.remote, 0};
+        bytes += take;
+        at = (at + take + RR_PACK_BYTES - 1) & ~(uint64_t)(RR_PACK_BYTES - 1);
+        rc_take_piece(part, take, piece.length);
+    }
+    *filled = bytes;
+    *piece_count = count;
+    return entries;
+}
+
+/* Pieces of pageable host memory into GPU memory: the driver has staged each when the call returns. */
+static rg_result copy_from_host(struct rg_copier *copier, const struct rg_piece *pieces, uint32_t count)
+{
+    rg_result result = 0;
+    for (uint32_t i = 0; i < count && !result; i++)
+        result = copier->api->cuMemcpyAsync(pieces[i].destination, pieces[i].source, pieces[i].bytes, copier->stream);
+    return result;
+}
+
+void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, uint64_t limit)
+{
+    struct rc_lane *lane = &core->lanes[part->local_rail];
+    struct rg_copier *copier = lane->copier;
+    size_t at = (size_t)part->local_rail * core->facts.slots + slot;
+    uint64_t offset = (uint64_t)slot * core->facts.slot_bytes, bytes;
+    uint32_t count;
+    int by_cpu = !part->on_gpu && lane->memory; /* host memory, and no GPU need touch it */
+    uint64_t base = by_cpu ? (uint64_t)(uintptr_t)lane->memory + offset : lane->gpu_base + offset;
+    uint32_t entries = list_pieces(part, copier, slot, base, core->slot_tables + at * core->facts.table_entries, limit, &bytes, &count);
+    if (by_cpu) {
+        const struct rg_piece *pieces = rg_list(copier, slot);
+        for (uint32_t i = 0; i < count; i++)
+            memcpy((void *)(uintptr_t)pieces[i].destination, (const void *)(uintptr_t)pieces[i].source, pieces[i].bytes);
+    }
+    rc_describe(&core->slot_heads[at], part, entries, bytes);
+    rr_fetch_add_u64(&core->counters.slots, 1);
+    rr_fetch_add_u64(&core->counters.copied_bytes, bytes);
+    /* The GPU's doorbell wakes nobody: the rail learns by the head that one is about to ring. */
+    rr_lane_announce(&lane->producer, slot);
+    rc_wake_rail(core, part->local_rail);
+    rg_result result = rg_enter(copier);
+    if (!result && part->on_gpu) result = rg_copy(copier, slot, count);
+    if (!result && !part->on_gpu && !by_cpu) result = copy_from_host(copier, rg_list(copier, slot), count);
+    if (!result) result = rg_signal(copier, lane->gpu_doorbell, ++lane->producer.doorbell);
+    rr_store_release_u64(&part->copied_at, lane->producer.doorbell);
+    if (result) rc_gpu_failed(core, result);
+}
+
+int rc_gpu_has_copied(const struct rc_submission *s)
+{
+    for (uint32_t i = 0; i < s->part_count; i++) {
+        const struct rc_part *part = &s->parts[i];
+        uint64_t copied_at = rr_load_acquire_u64(&part->copied_at);
+        if (!part->on_gpu || part->direct || !copied_at) continue;
+        const struct rr_lane *shared = s->core->lanes[part->local_rail].producer.lane;
+        if ((int64_t)(rr_load_acquire_u64(&shared->doorbell) - copied_at) < 0) return 0; /* SYNC doorbell */
+    }
+    return 1;
+}
+
+/* Any thread. The feeder ends everything (rc_end_after_gpu_failure): what a failed stream was to fill never arrives. */
+void rc_gpu_failed(struct rc_core *core, rg_result result)
+{
+    uint32_t none = 0;
+    rr_compare_exchange_u32(&core->gpu_failure, &none, (uint32_t)result);
+    rc_wake_feeder(core);
+}
+
+void rc_end_after_gpu_failure(struct rc_core *core)
+{
+    rc_fail_all(core, RR_GPU_ERROR);
+    shutdown(core->hang_up_fd, SHUT_RDWR);
+}
+
+/* ---- events ---- */
+
+static int event_query(void *argument)
+{
+    struct rc_gpu_event *event = argument;
+    rg_result result = event->core->gpu.cuEventQuery(event->event);
+    if (result && result != CUDA_NOT_READY) rc_gpu_failed(event->core, result);
+    return result == 0;
+}
+
+struct rc_gpu_event *rc_gpu_event_new(struct rc_core *core, void *event)
+{
+    struct rc_gpu_event *made = malloc(sizeof *made);
+    if (made) *made = (struct rc_gpu_event){core, event, 1};
+    return made;
+}
+
+void rc_gpu_event_release(void *argument)
+{
+    struct rc_gpu_event *event = argument;
+    const struct rg_api *api = &event->core->gpu;
+    void *context = NULL;
+    if (rr_fetch_add_u32(&event->references, (uint32_t)-1) != 1) return;
+    if (!api->cuCtxPushCurrent(event->core->gpu_context)) {
+        api->cuEventDestroy(event->event);
+        api->cuCtxPopCurrent(&context);
+    }
+    free(event);
+}
+
+struct rc_ready rc_gpu_event_ready(struct rc_gpu_event *event)
+{
+    rr_fetch_add_u32(&event->references, 1);
+    return (struct rc_ready){event_query, rc_gpu_event_release, event, 1};
+}

@@ -1,0 +1,174 @@
+"""A client's use of its GPU: made when the first GPU memory is registered, or the first lane in GPU memory is leased.
+
+Prepares what the C part copies with: for each lane a stream, pinned lists of pieces, the gather kernel, and addresses
+of the relay memory and of the doorbell for the GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from railrelay.client import core, cuda
+from railrelay.client.errors import ArgumentError, ErrorCode, RelayError
+from railrelay.client.transfer import core_errors
+
+log = logging.getLogger(__name__)
+
+LIST_PIECES: Final = 8192  # of one slot; a slot closes earlier if it has more
+PIECE_BYTES: Final = 24
+SCRATCH_BYTES: Final = 1 << 20
+GBIT_BYTES: Final = 0.125  # a nanosecond, at one Gbit/s
+
+
+class Copy(StrEnum):
+    """How a GPU fills slots: by what each way costs, or always by one of them where it can."""
+
+    AUTO = "auto"
+    STRIDED = "strided"  # 2D copies by the copy engine
+    BATCH = "batch"  # copy batches by the copy engine
+    KERNEL = "kernel"  # the gather kernel
+
+    @property
+    def number(self) -> int:
+        return list(Copy).index(self) - 1
+
+
+@dataclass(frozen=True)
+class GpuOptions:
+    """``copy``: see Copy. ``nic_gbit``: Gbit/s that filling a slot should keep up with. ``thread_blocks``: of the
+    gather kernel, 1024 threads each; four keep up with 400 Gbit/s on an H200 and leave 128 of 132 SMs alone."""
+
+    copy: Copy | str = Copy.AUTO
+    nic_gbit: float = 400.0
+    thread_blocks: int = 4
+
+
+class GpuMemory:
+    """Of one client; all its GPU memory is of one GPU."""
+
+    def __init__(self, client_core: core.ClientCore, gpu: int | str, options: GpuOptions, control_fd: int) -> None:
+        self._core = client_core
+        self._options = options
+        self._lock = threading.Lock()
+        self._lanes: dict[int, cuda.Mapping] = {}
+        self._event_stream = 0
+        self._doorbells = 0  # of the whole segment
+        self._scratch = 0
+        self._kernel = -1
+        self.gpu = cuda.Gpu(gpu)
+        try:
+            self._core.use_gpu(cuda.function_addresses(list(core.FUNCTION_NAMES)), self.gpu.context, control_fd)
+        except BaseException:
+            self.gpu.close()
+            raise
+
+    def close(self) -> None:
+        """After the core was closed: nothing is enqueued any more. Waits for what the GPU still copies."""
+        with contextlib.suppress(RelayError):
+            self.gpu.synchronize()
+        for mapping in self._lanes.values():
+            with contextlib.suppress(RelayError):
+                self.gpu.unmap(mapping)
+        self._lanes.clear()
+        self.gpu.close()
+
+    def add_lane(self, rail: int, fd: int, nbytes: int, generation: int) -> None:
+        """A lane in GPU memory: mapped for this client's GPU, which may be another than the one it lies on."""
+        mapping = self.gpu.open_vmm(fd, nbytes)
+        try:
+            with core_errors():
+                self._core.add_gpu_lane(rail, mapping.address, nbytes, generation)
+        except BaseException:
+            self.gpu.unmap(mapping)
+            raise
+        self._lanes[rail] = mapping
+
+    def prepare_lane(self, rail: int) -> None:
+        """From now on the GPU fills the lane. Idempotent."""
+        with self._lock, core_errors():
+            if self._core.has_copier(rail):
+                return
+            if not self._doorbells:
+                self._doorbells = self.gpu.host_register(*self._core.segment_area)
+            mapped = self._lanes.get(rail)
+            base = mapped.address if mapped else self.gpu.host_register(*self._core.lane_area(rail))
+            doorbell = self._doorbells + self._core.doorbell_offset(rail)
+            self._set_copier(rail, bounce=False, lists=self._core.slots, base=base, doorbell=doorbell)
+            log.debug("lane of rail %d: copies cost %s", rail, self._core.copy_costs(rail))
+
+    def prepare_bounces(self, rails: int) -> None:
+        """From now on frames for this client's GPU memory are copied there out of bounce memory. Idempotent."""
+        with self._lock, core_errors():
+            for rail in range(rails):
+                area = self._core.bounce_area(rail)
+                if not self._core.has_bounce_copier(rail) and area[0]:
+                    base = self.gpu.host_register(*area)
+                    self._set_copier(rail, bounce=True, lists=1, base=base, doorbell=0)
+
+    def event_of(self, ready: object) -> core.GpuEvent:
+        """What a stream has been given so far, or what a recorded event stands for, as an event of the library's own.
+        Streams and events of torch, cuda-python, or with the CUDA stream protocol."""
+        stream = _handle(ready, "__cuda_stream__", "cuda_stream")
+        if stream is None:
+            event = _handle(ready, "__cuda_event__", "cuda_event")
+            if event is None:
+                text = f"ready is {type(ready).__name__}; expected HostEvent, or a CUDA stream or event"
+                raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+            with self._lock:
+                stream = self._event_stream = self._event_stream or self.gpu.stream()
+                self.gpu.wait(stream, event)
+                return core.GpuEvent(self._core, self.gpu.recorded(stream))
+        return core.GpuEvent(self._core, self.gpu.recorded(stream))
+
+    def _set_copier(self, rail: int, *, bounce: bool, lists: int, base: int, doorbell: int) -> None:
+        if not self._scratch:
+            self._scratch = self.gpu.alloc(2 * SCRATCH_BYTES)
+        target = base if not bounce and self._core.lane_is_idle(rail) else self._scratch + SCRATCH_BYTES
+        self._core.set_copier(
+            rail,
+            bounce=bounce,
+            stream=self.gpu.stream(),
+            kernel=self._gather_kernel(),
+            lists=self.gpu.host_alloc(lists * LIST_PIECES * PIECE_BYTES),
+            list_count=lists,
+            list_pieces=LIST_PIECES,
+            thread_blocks=self._options.thread_blocks,
+            forced=Copy(self._options.copy).number,
+            base=base,
+            doorbell=doorbell,
+            scratch=(self._scratch, target),
+            nic_rate=self._options.nic_gbit * GBIT_BYTES,
+        )
+
+    def _gather_kernel(self) -> int:
+        if self._kernel < 0:
+            try:
+                self._kernel = self.gpu.gather_kernel()
+            except RelayError as failure:
+                if self._options.copy == Copy.KERNEL:
+                    raise
+                log.warning("no gather kernel, the copy engine does all: %s", failure)
+                self._kernel = 0
+        return self._kernel
+
+
+def _handle(thing: object, protocol: str, attribute: str) -> int | None:
+    """The handle that an object has by a protocol of cuda-python, or in torch's attribute."""
+    found = getattr(thing, protocol, None)
+    if found is not None:
+        handle = found() if callable(found) else found
+        return int(handle[1] if isinstance(handle, tuple) else handle)
+    handle = getattr(thing, attribute, None)
+    return None if handle is None else int(handle)
+
+
+def checked_gpu(known: GpuMemory | None, ordinal: int) -> None:
+    if known is not None and known.gpu.ordinal != ordinal:
+        raise ArgumentError(
+            ErrorCode.BAD_ARGUMENT,
+            f"memory of {cuda.uuid_of(ordinal)}, but this client uses {known.gpu.uuid}; one client a GPU",
+        )
