@@ -271,9 +271,10 @@ class Client:
             self.core.fail_all(Result.CLIENT_GONE)
             self.connection.close()
             self._wake_all()
-            self.core.close()
+            self.core.stop()
             if self._gpu is not None:
-                self._gpu.close()
+                self._gpu.close()  # the driver lets go of mappings while they are there
+            self.core.close()
             self.held_regions.clear()
             close_all(self._kicks)
 

@@ -244,6 +244,7 @@ __attribute__((format(printf, 3, 4))) int rc_fail(struct rc_error *error, const 
 struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
                         uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
                         struct rc_error *error);
+void rc_stop(struct rc_core *core);
 void rc_close(struct rc_core *core);
 void rc_free(struct rc_core *core);
 int rc_add_lane(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes, uint64_t generation);

@@ -110,5 +110,7 @@ class ClientCore:
         """The daemon is gone: every unfinished transfer ends with ``result``; waiters wake."""
     def counters(self) -> dict[str, int]:
         """feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes, fast_submissions"""
+    def stop(self) -> None:
+        """Ends every submission and stops the threads; the mappings stay. Idempotent."""
     def close(self) -> None:
-        """Stops the threads, unmaps. Idempotent."""
+        """The same, and unmaps. Idempotent."""

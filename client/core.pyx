@@ -91,6 +91,7 @@ cdef extern from "client_core.h" nogil:
     rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
                      uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
                      rc_error *error)
+    void rc_stop(rc_core *)
     void rc_close(rc_core *)
     void rc_free(rc_core *)
     int rc_add_lane(rc_core *, uint32_t rail, int fd, uint64_t bytes, uint64_t generation)
@@ -616,9 +617,14 @@ cdef class ClientCore:
             counters[f"gpu_{name}_bytes"] = nbytes[way]
         return counters
 
-    def close(self):
+    def stop(self):
         if self.closed:
             return
         self.closed = True
+        with nogil:
+            rc_stop(self.core)
+
+    def close(self):
+        self.stop()
         with nogil:
             rc_close(self.core)

@@ -386,7 +386,8 @@ def release(handle: int) -> None:
 @dataclass(frozen=True)
 class Handles:
     """How other processes reach GPU memory of this one. ``vmm``: a descriptor, or -1; ``ipc``: handle of cuMemAlloc
-    memory, or empty; both name the whole allocation, in which the memory begins at ``offset``. ``dmabuf``: a descriptor
+    memory, or empty; both name the whole allocation, in which the memory begins at ``offset``; ``allocation_bytes`` of
+    it must be mapped. ``dmabuf``: a descriptor
     of the pages from ``dmabuf_offset`` bytes before the memory, or -1. The descriptors are the caller's."""
 
     vmm: int
@@ -416,22 +417,35 @@ def handles_of(gpu: Gpu, address: int, nbytes: int) -> Handles:
         at = where(address)
         if at is None:
             raise CudaError(ErrorCode.BAD_ADDRESS, f"{address:#x} is not GPU memory")
-        whole = address + nbytes <= at.base + at.nbytes
-        vmm, ipc = -1, b""
-        if whole:
-            vmm = _exported(address)
-            if vmm < 0:
-                with contextlib.suppress(CudaError):
-                    ipc = bytes(_call("cuIpcGetMemHandle", at.base).reserved)
         dmabuf, dmabuf_offset = _dmabuf(address, nbytes)
-    return Handles(vmm, ipc, address - at.base, at.nbytes, dmabuf, dmabuf_offset)
+        first = _allocation_at(address)
+        if first:  # of the VMM calls; its range is the whole reservation, in which several allocations may lie
+            unit = gpu.granularity()
+            start = address // unit * unit
+            while start - unit >= at.base and _allocation_at(start - unit) == first:
+                start -= unit
+            vmm = _exported(address) if _allocation_at(address + nbytes - 1) == first else -1
+            offset = address - start
+            return Handles(vmm, b"", offset, -(-(offset + nbytes) // unit) * unit, dmabuf, dmabuf_offset)
+        ipc = b""
+        if address + nbytes <= at.base + at.nbytes:
+            with contextlib.suppress(CudaError):
+                ipc = bytes(_call("cuIpcGetMemHandle", at.base).reserved)
+    return Handles(-1, ipc, address - at.base, at.nbytes, dmabuf, dmabuf_offset)
+
+
+def _allocation_at(address: int) -> int:
+    """The handle of the allocation mapped there; 0 if it is not of the VMM calls."""
+    try:
+        handle = int(_call("cuMemRetainAllocationHandle", address))
+    except CudaError:
+        return 0
+    _call("cuMemRelease", handle)
+    return handle
 
 
 def _exported(address: int) -> int:
-    try:
-        handle = _call("cuMemRetainAllocationHandle", address)
-    except CudaError:
-        return -1
+    handle = _call("cuMemRetainAllocationHandle", address)
     try:
         return export(handle)
     except CudaError:  # made without a handle type that can be exported

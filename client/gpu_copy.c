@@ -206,8 +206,7 @@ static struct measured measure(struct rg_copier *copier, enum rg_way way, uint64
     for (int round = 0; round < 4 && !best.result; round++) { /* the first one warms up */
         struct rg_piece *pieces = rg_list(copier, 0);
         for (uint32_t i = 0; i < piece_count; i++) {
-            /* A gap after each run ends it. */
-            uint64_t at = (uint64_t)i * piece_bytes + (uint64_t)(rows ? i / rows : i % 2) * 256;
+            uint64_t at = rows ? (uint64_t)i * piece_bytes + i / rows * 256ull : 2ull * i * piece_bytes; /* a gap ends a run */
             pieces[i] = (struct rg_piece){source + at, destination + at, piece_bytes, 0};
         }
         double begin = now_ns();
@@ -228,6 +227,8 @@ rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t desti
     struct rg_counters counters = copier->counters;
     costs->nic_rate = nic_rate;
     if (copier->list_pieces < 512) return 0;
+    rg_result entered = rg_enter(copier);
+    if (entered) return entered;
     struct measured one = measure(copier, RG_STRIDED, source, destination, 16, 256, 16);
     struct measured many = measure(copier, RG_STRIDED, source, destination, 512, 256, 16);
     struct measured tall = measure(copier, RG_STRIDED, source, destination, 512, 256, 512);

@@ -67,7 +67,7 @@ class GpuMemory:
             raise
 
     def close(self) -> None:
-        """After the core was closed: nothing is enqueued any more. Waits for what the GPU still copies."""
+        """After the core was stopped: nothing is enqueued any more. Waits for what the GPU still copies."""
         with contextlib.suppress(RelayError):
             self.gpu.synchronize()
         for mapping in self._lanes.values():

@@ -143,9 +143,8 @@ broken:
     return NULL;
 }
 
-/* Ends every submission, stops the threads and unmaps relay and bounce memory. The segments stay mapped until rc_free,
- * because submissions that Python still holds look at them. */
-void rc_close(struct rc_core *core)
+/* Ends every submission and stops the threads. */
+void rc_stop(struct rc_core *core)
 {
     int here = core->pid == getpid();
     if (here && core->control) rc_fail_all(core, RR_CLIENT_GONE);
@@ -161,6 +160,14 @@ void rc_close(struct rc_core *core)
         pthread_join(core->unbouncer, NULL);
     }
     core->feeder_started = core->unbouncer_started = 0;
+}
+
+/* Unmaps relay and bounce memory. The segments stay mapped until rc_free, because submissions that Python still holds
+ * look at them. */
+void rc_close(struct rc_core *core)
+{
+    int here = core->pid == getpid();
+    rc_stop(core);
     rc_close_copiers(core);
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) {
         if (core->lanes[i].memory && here) munmap(core->lanes[i].memory, core->lanes[i].memory_bytes);

@@ -38,7 +38,8 @@ def start(
 ) -> subprocess.Popen[str]:
     """Starts ``python arguments`` with helpers importable. What it says goes to ``log``; with ``pipes`` its stdin and
     stdout are pipes. ``prefix``: a command that runs it, such as unshare."""
-    variables = {**os.environ, **(environment or {}), "PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"}
+    found = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": found, "PYTHONUNBUFFERED": "1"}
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(limit_s)]
     command = [*launcher, sys.executable, *arguments]
     with log.open("ab") as output:
