@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -99,23 +99,28 @@ class Where:
 
 def where(address: int) -> Where | None:
     """None for memory that is not a GPU's."""
-    driver = _driver()
-    attribute = driver.CUpointer_attribute
-    names = (
-        attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-        attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-        attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-        attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+    attribute = _driver().CUpointer_attribute
+    kind, ordinal = ctypes.c_uint(), ctypes.c_int()
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    asked = (
+        (attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, kind),
+        (attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, ordinal),
+        (attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, base),
+        (attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE, nbytes),
     )
-    values = []
-    for name in names:
-        result, value = driver.cuPointerGetAttribute(name, address)
-        if result != driver.CUresult.CUDA_SUCCESS:
+    for name, value in asked:
+        if _pointer_attribute()(ctypes.byref(value), int(name), address):
             return None
-        values.append(int(value))
-        if len(values) == 1 and values[0] != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
-            return None
-    return Where(*values[1:])
+    if kind.value != int(_driver().CUmemorytype.CU_MEMORYTYPE_DEVICE):
+        return None
+    return Where(ordinal.value, base.value, nbytes.value)
+
+
+@cache
+def _pointer_attribute() -> Callable[..., int]:
+    """cuPointerGetAttribute itself: cuda-python before 13.5 returns wrong ordinals."""
+    (address,) = function_addresses(["cuPointerGetAttribute"])
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)(address)
 
 
 def uuid_of(ordinal: int) -> str:
