@@ -163,6 +163,7 @@ struct rc_ring {
     pthread_mutex_t lock;
     struct rr_ring_producer producer;
     struct rr_block *tables;
+    struct rr_slice_times *times; /* by position in the ring */
     uint64_t *table_position; /* ring position + 1 of the slice that uses the table */
     uint32_t next_table;
     uint64_t ramp_bytes;
@@ -198,6 +199,7 @@ struct rc_core {
     struct rr_transfer *transfers;
     struct rr_slice *slot_heads;
     struct rr_block *slot_tables;
+    struct rr_slice_times *slot_times;
     uint32_t rail_count, own_rail, route, rank;
     uint64_t direct_slice_bytes, express_bytes;
     int kick_fds[RR_MAX_RAILS];
@@ -292,6 +294,12 @@ void rc_event_release(void *event);
 void *rc_feeder_main(void *core);
 void rc_wake_feeder(struct rc_core *core);
 void rc_wake_rail(struct rc_core *core, uint32_t rail);
+/* For the trace, before the doorbell or the ring's position that hands the slice to the rail. */
+static inline void rc_tell_times(struct rr_slice_times *times, uint64_t began_ns)
+{
+    rr_store_relaxed_u64(&times->began_ns, began_ns);
+    rr_store_relaxed_u64(&times->filled_ns, rr_now_ns());
+}
 /* Describes a slice of the part that has been filled; of a part without bytes left it is the last. */
 void rc_describe(struct rr_slice *slice, struct rc_part *part, uint32_t block_count, uint64_t bytes);
 /* Fills and publishes one slice of the part if its lane or ring allows; 1 done, 0 no credit. */

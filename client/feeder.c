@@ -131,11 +131,13 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
     }
     pthread_mutex_unlock(&lane->lock);
 
+    uint64_t began_ns = rr_now_ns();
     size_t at = (size_t)part->local_rail * core->facts.slots + slot;
     uint64_t bytes;
     uint32_t count = fill_slot(part, lane->memory + (size_t)slot * core->facts.slot_bytes,
                                core->slot_tables + at * core->facts.table_entries, limit, &bytes);
     rc_describe(&core->slot_heads[at], part, count, bytes);
+    rc_tell_times(&core->slot_times[at], began_ns);
     rr_fetch_add_u64(&core->counters.slots, 1);
     rr_fetch_add_u64(&core->counters.copied_bytes, bytes);
 
@@ -164,8 +166,9 @@ static uint64_t ring_credit(struct rc_ring *ring)
 }
 
 /* Holding the ring's lock and with credit. */
-static void push(struct rc_ring *ring, struct rr_slice *slice, uint32_t bucket)
+static void push(struct rc_ring *ring, struct rr_slice *slice, uint32_t bucket, uint64_t began_ns)
 {
+    rc_tell_times(&ring->times[ring->producer.produced & ring->producer.mask], began_ns);
     slice->ticket = ring->tickets[--ring->ticket_count];
     ring->destination_of[slice->ticket] = (uint16_t)bucket;
     ring->held[bucket]++;
@@ -198,6 +201,7 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
         return 0;
     }
     unstall(core, part, NULL);
+    uint64_t began_ns = rr_now_ns();
     int idle = ring->ticket_count == core->facts.ring_slices;
     ring->ramp_bytes = idle ? RAMP_START_BYTES : 2 * ring->ramp_bytes;
     if (ring->ramp_bytes > core->direct_slice_bytes) ring->ramp_bytes = core->direct_slice_bytes;
@@ -235,7 +239,7 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
         ring->next_table = (ring->next_table + 1) % core->facts.ring_tables;
     }
     rr_fetch_add_u64(&core->counters.direct_slices, 1);
-    push(ring, &slice, bucket);
+    push(ring, &slice, bucket, began_ns);
     pthread_mutex_unlock(&ring->lock);
     rc_wake_rail(core, part->local_rail);
     return 1;
@@ -257,7 +261,7 @@ static int publish_end(struct rc_core *core, struct rc_submission *s)
                              .total_slices = s->slices + 1 + s->note};
     pthread_mutex_lock(&ring->lock);
     int room = ring_credit(ring) != 0;
-    if (room) push(ring, &slice, 0);
+    if (room) push(ring, &slice, 0, rr_now_ns());
     pthread_mutex_unlock(&ring->lock);
     if (!room) return 0;
     s->slices++;

@@ -162,6 +162,7 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
 {
     struct rc_lane *lane = &core->lanes[part->local_rail];
     struct rg_copier *copier = lane->copier;
+    uint64_t began_ns = rr_now_ns();
     size_t at = (size_t)part->local_rail * core->facts.slots + slot;
     uint64_t offset = (uint64_t)slot * core->facts.slot_bytes, bytes;
     uint32_t count;
@@ -182,6 +183,7 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
     rg_result result = rg_enter(copier);
     if (!result && part->on_gpu) result = rg_copy(copier, slot, count);
     if (!result && !part->on_gpu && !by_cpu) result = copy_from_host(copier, rg_list(copier, slot), count);
+    rc_tell_times(&core->slot_times[at], began_ns);
     if (!result) result = rg_signal(copier, lane->gpu_doorbell, ++lane->producer.doorbell);
     rr_store_release_u64(&part->copied_at, lane->producer.doorbell);
     if (result) rc_gpu_failed(core, result);

@@ -87,13 +87,15 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
     core->transfers = area(core->segment, RR_AREA_TRANSFERS);
     core->slot_heads = area(core->segment, RR_AREA_SLOT_HEADS);
     core->slot_tables = area(core->segment, RR_AREA_SLOT_TABLES);
+    core->slot_times = area(core->segment, RR_AREA_SLOT_TIMES);
+    struct rr_slice_times *ring_times = area(core->segment, RR_AREA_RING_TIMES);
     struct rr_ring *rings = area(core->segment, RR_AREA_RINGS);
     struct rr_slice *ring_slices = area(core->segment, RR_AREA_RING_SLICES);
     struct rr_block *ring_tables = area(core->segment, RR_AREA_RING_TABLES);
     struct rr_bounce *bounces = area(core->segment, RR_AREA_BOUNCES);
     struct rr_bounce_frame *bounce_frames = area(core->segment, RR_AREA_BOUNCE_HEADS);
     struct rr_run *bounce_runs = area(core->segment, RR_AREA_BOUNCE_RUNS);
-    if (!core->rails || !core->control || !core->transfers || !core->slot_heads || !core->slot_tables || !rings || !ring_slices ||
+    if (!core->rails || !core->control || !core->transfers || !core->slot_heads || !core->slot_tables || !core->slot_times || !ring_times || !rings || !ring_slices ||
         !ring_tables || !bounces || !bounce_frames || !bounce_runs || core->rail_count == 0 || core->rail_count > RR_MAX_RAILS || core->facts.ring_slices > RR_MAX_RING_SLICES ||
         kick_count < core->rail_count || own_rail >= core->rail_count) {
         rc_fail(error, "abi", "the daemon's segment lacks an area or a rail (rails %u, kicks %u, own rail %u)", core->rail_count, kick_count, own_rail);
@@ -112,6 +114,7 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
             ring->destination_of[t] = RC_DESTINATIONS;
         }
         ring->tables = ring_tables + (size_t)i * core->facts.ring_tables * core->facts.table_entries;
+        ring->times = ring_times + (size_t)i * core->facts.ring_slices;
         ring->table_position = calloc(core->facts.ring_tables, sizeof *ring->table_position);
         core->kick_fds[i] = dup(kick_fds[i]);
         core->bounces[i].shared = &bounces[i];

@@ -6,6 +6,7 @@
 
 #define LANE_BATCH 4u
 #define RING_BATCH 8u
+#define QUICK_BLOCKS 32u /* checked in less than a microsecond */
 
 void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane)
 {
@@ -110,7 +111,7 @@ static uint32_t add_block(struct builder *b, const struct rr_block *block)
 
 /* 0, or -1 for a slice that no correct client publishes. */
 static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_work *work, const struct rr_slice *slice,
-                      const struct rr_block *table, uint8_t *slot)
+                      const struct rr_block *table, const struct rr_slice_times *times, uint8_t *slot)
 {
     struct rr_plane *plane = rail->plane;
     uint32_t count = slice->flags & RR_SLICE_VOID ? 0 : slice->block_count;
@@ -127,6 +128,10 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     work->grant = 0;
     work->sequence = 0;
     work->connection = NULL;
+    work->began_ns = rr_load_relaxed_u64(&times->began_ns);
+    work->filled_ns = rr_load_relaxed_u64(&times->filled_ns);
+    work->taken_ns = rr_rail_now(rail);
+    work->posted_ns = 0;
     uint32_t result = RR_OK;
     struct builder builder = {plane, client, work, slot};
     if (slice->flags & RR_SLICE_INLINE && !slot) {
@@ -141,6 +146,7 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
             result = add_block(&builder, &block);
         }
     }
+    if (count > QUICK_BLOCKS) rr_rail_time_passes(rail);
     if (work->bytes > RR_WIRE_BYTES_MAX || (work->window_bytes && (work->bytes > work->window_bytes || work->run_count > work->window_runs)))
         result = RR_OUT_OF_BOUNDS;
     if (rr_transfer_open(client, slice, work->run_count ? work->runs[0].handle : RR_NONE, work->run_count ? work->owner : RR_NONE)) return -1;
@@ -164,6 +170,7 @@ static int collect_lane(struct rr_rail *rail, struct rr_client *client, struct r
     struct rr_plane *plane = rail->plane;
     int work_count = 0;
     while (work_count < (int)LANE_BATCH) {
+        if (port->lane.taken == port->lane.doorbell_seen) rr_rail_time_passes(rail); /* rung after the last look at the clock */
         int32_t slot = rr_lane_take(&port->lane);
         if (slot == -1) break;
         if (slot < 0) {
@@ -176,7 +183,7 @@ static int collect_lane(struct rr_rail *rail, struct rr_client *client, struct r
         rr_copy_words(&slice, &client->slot_heads[at], sizeof slice);
         struct rr_work *work = &port->lane_source.works[slot];
         if (slice.flags & RR_SLICE_VOID) rr_counter_add(&port->state->voids, 1);
-        if (take_slice(rail, client, work, &slice, client->slot_tables + at * plane->table_entries,
+        if (take_slice(rail, client, work, &slice, client->slot_tables + at * plane->table_entries, &client->slot_times[at],
                        port->lane_memory->base + (size_t)slot * plane->slot_bytes)) {
             rr_violation(rail, client, RR_PROTOCOL, slice.transfer, slice.generation, slice.total_slices);
             return work_count;
@@ -205,6 +212,7 @@ static int collect_ring(struct rr_rail *rail, struct rr_client *client, struct r
         return 0;
     }
     uint32_t taken = 0;
+    if (count) rr_rail_time_passes(rail); /* published after the last look at the clock */
     while (taken < count) {
         const struct rr_slice *slice = &slices[taken];
         uint32_t tables = client->header->ring_tables;
@@ -216,7 +224,8 @@ static int collect_ring(struct rr_rail *rail, struct rr_client *client, struct r
         port->ring_source.free = work->next;
         work->slot = slice->ticket;
         const struct rr_block *table = client->ring_tables + ((size_t)rail->number * tables + slice->table) * plane->table_entries;
-        if (slice->table >= tables || take_slice(rail, client, work, slice, table, NULL)) {
+        size_t row = (size_t)rail->number * (port->ring.mask + 1) + ((port->ring.consumed + taken) & port->ring.mask);
+        if (slice->table >= tables || take_slice(rail, client, work, slice, table, &client->ring_times[row], NULL)) {
             rr_violation(rail, client, RR_PROTOCOL, slice->transfer, slice->generation, slice->table);
             return (int)taken;
         }

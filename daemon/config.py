@@ -56,6 +56,7 @@ EXAMPLE: Final = """\
 # max_exports = 4096            # regions opened by peers
 # regions_per_client = 1024
 # remotes_per_client = 4096
+# trace_records = 4096          # a rail: the latest slices, for `railrelay trace`; power of two
 
 [timeouts]
 # connect_s = 5                 # for a connection to a peer or one of its rails
@@ -140,6 +141,7 @@ class Limits(_Section, frozen=True):
     max_exports: int = 4096
     regions_per_client: int = 1024
     remotes_per_client: int = 4096
+    trace_records: int = 4096
 
 
 class Timeouts(_Section, frozen=True):
@@ -222,6 +224,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "limits.max_exports": (1, 1 << 20),
     "limits.regions_per_client": (1, 1 << 20),
     "limits.remotes_per_client": (1, 1 << 20),
+    "limits.trace_records": (64, 1 << 20),
     "timeouts.connect_s": (0.05, 600),
     "timeouts.peer_s": (0.1, 600),
     "timeouts.settle_s": (0, 600),
@@ -294,6 +297,8 @@ def _check(config: Config) -> None:
     relay = config.relay
     _demand(relay.slot_bytes % CELL_BYTES == 0, "relay.slot_bytes", relay.slot_bytes, f"a multiple of {CELL_BYTES}")
     _demand(relay.ring_slices.bit_count() == 1, "relay.ring_slices", relay.ring_slices, "a power of two")
+    records = config.limits.trace_records
+    _demand(records.bit_count() == 1, "limits.trace_records", records, "a power of two")
     _check_node(config)
     _demand(1 <= len(config.rail) <= MAX_RAILS, "rail", len(config.rail), f"1 to {MAX_RAILS} [[rail]] sections")
     for index in range(len(config.rail)):

@@ -40,6 +40,7 @@ struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_pee
     plane->spin_ns = spin_ns;
     plane->rail_states = area(node, RR_AREA_RAILS);
     plane->lane_states = area(node, RR_AREA_LANES);
+    plane->trace_records = area(node, RR_AREA_TRACE);
     plane->clients = calloc(plane->max_clients, sizeof *plane->clients);
     plane->exports = calloc(max_exports, sizeof *plane->exports);
     plane->event_capacity = 1024;
@@ -48,7 +49,7 @@ struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_pee
     plane->holders = calloc(plane->holder_capacity, sizeof *plane->holders);
     plane->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pthread_mutex_init(&plane->event_lock, NULL);
-    if (!plane->rail_states || !plane->lane_states || !plane->clients || !plane->exports || !plane->events || !plane->holders ||
+    if (!plane->rail_states || !plane->lane_states || !plane->trace_records || !plane->clients || !plane->exports || !plane->events || !plane->holders ||
         plane->event_fd < 0 || plane->max_clients > RR_MAX_CLIENTS || rr_guard_install()) {
         rr_plane_free(plane);
         return NULL;
@@ -69,6 +70,8 @@ int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu)
     rail->cpu = cpu;
     rail->state = &plane->rail_states[rail->number];
     rail->counters = rail->state->counters;
+    rail->trace.mask = plane->node->trace_records - 1;
+    rail->trace.records = plane->trace_records + (size_t)rail->number * plane->node->trace_records;
     rail->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     rail->paths = calloc((size_t)plane->max_peers * RR_MAX_RAILS * RR_CLASSES, sizeof *rail->paths);
     pthread_mutex_init(&rail->command_lock, NULL);
@@ -251,11 +254,13 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
     client->slot_tables = area(base, RR_AREA_SLOT_TABLES);
     client->ring_slices = area(base, RR_AREA_RING_SLICES);
     client->ring_tables = area(base, RR_AREA_RING_TABLES);
+    client->slot_times = area(base, RR_AREA_SLOT_TIMES);
+    client->ring_times = area(base, RR_AREA_RING_TIMES);
     client->contexts = header ? calloc(((struct rr_segment_header *)base)->transfers, sizeof *client->contexts) : NULL;
     client->regions = calloc(plane->regions_per_client, sizeof *client->regions);
     client->remotes = calloc(plane->remotes_per_client, sizeof *client->remotes);
     int good = header && lanes && rings && bounces && bounce_frames && bounce_runs && client->control && client->transfers && client->slot_heads && client->slot_tables &&
-               client->ring_slices && client->ring_tables && client->contexts && client->regions && client->remotes;
+               client->ring_slices && client->ring_tables && client->slot_times && client->ring_times && client->contexts && client->regions && client->remotes;
     if (header) memcpy(header, base, sizeof *header);
     client->header = header;
     if (good) client->transfer_count = header->transfers;

@@ -55,6 +55,8 @@ def client_segment(config: Config, name: str, *, instance: int, client: int, ser
             AreaPlan(constants["AREA_BOUNCES"], "bounce", rails),
             AreaPlan(constants["AREA_BOUNCE_HEADS"], "bounce_frame", rails * relay.bounce_slots),
             AreaPlan(constants["AREA_BOUNCE_RUNS"], "run", rails * relay.bounce_slots, relay.table_entries),
+            AreaPlan(constants["AREA_SLOT_TIMES"], "slice_times", rails * relay.slots),
+            AreaPlan(constants["AREA_RING_TIMES"], "slice_times", rails * relay.ring_slices),
         ],
         {**shape(config), "instance": instance, "client": client, "client_serial": serial},
         mode=0o600,

@@ -40,6 +40,7 @@ def shape(config: Config) -> dict[str, int]:
         "bounce_slots": relay.bounce_slots,
         "transfers": relay.transfers,
         "max_clients": config.limits.max_clients,
+        "trace_records": config.limits.trace_records,
     }
 
 
@@ -58,6 +59,7 @@ class NodeState:
                 AreaPlan(constants["AREA_CLIENTS"], "client_state", limits.max_clients),
                 AreaPlan(constants["AREA_PEERS"], "peer_state", limits.max_peers),
                 AreaPlan(constants["AREA_ERRORS"], "error_record", ERROR_ROWS),
+                AreaPlan(constants["AREA_TRACE"], "trace_record", len(rails) * limits.trace_records),
             ],
             {**shape(config), "instance": instance},
             mode=0o640,

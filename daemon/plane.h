@@ -16,6 +16,7 @@
 #include "lane.h"
 #include "ring.h"
 #include "sleep.h"
+#include "trace.h"
 
 #define RR_WIRE_RUNS_MAX 16384u
 #define RR_WIRE_BYTES_MAX (1u << 30)
@@ -139,6 +140,8 @@ struct rr_work {
     uint64_t tag;
     uint64_t grant;
     uint64_t parked_ns;
+    uint64_t began_ns, filled_ns; /* the client's words: only shown */
+    uint64_t taken_ns, posted_ns; /* posted: 0 until the NIC has it */
     uint32_t piece_count, run_count, block_count;
     uint32_t slot; /* lane: of the slot; ring: ticket of the slice */
     uint32_t transfer, generation;
@@ -213,6 +216,7 @@ struct rr_client {
     struct rr_transfer *transfers;
     const struct rr_slice *slot_heads, *ring_slices;
     const struct rr_block *slot_tables, *ring_tables;
+    const struct rr_slice_times *slot_times, *ring_times;
     uint32_t transfer_count;
     uint32_t faulted; /* a violation was reported: nothing of this client is collected any more */
     struct rr_context *contexts;
@@ -267,6 +271,8 @@ struct rr_rail {
     struct rr_path *active;
     struct rr_nic *nic;
     struct rr_deferred *deferred;
+    struct rr_trace_writer trace;
+    uint64_t now_ns; /* 0: not known (rr_rail_now) */
     int number, cpu, kick_fd;
     uint32_t stop;
     pthread_t thread;
@@ -280,6 +286,7 @@ struct rr_plane {
     struct rr_segment_header *node;
     struct rr_rail_state *rail_states;
     struct rr_lane_state *lane_states;
+    struct rr_trace_record *trace_records;
     uint64_t instance;
     uint32_t rail_count, max_clients, max_peers, max_sessions, max_exports, regions_per_client, remotes_per_client;
     uint32_t slots, table_entries, bounce_slots;
@@ -385,6 +392,23 @@ struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path);
 void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result);
 void rr_violation(struct rr_rail *rail, struct rr_client *client, uint32_t result, uint64_t a, uint64_t b, uint64_t c);
 void *rr_rail_main(void *rail);
+
+/* The time of the step that the rail is at. Whoever has done something that may take a microsecond says so, and only
+ * then is the clock read again: a small slice costs two readings, slices in a batch less. */
+static inline uint64_t rr_rail_now(struct rr_rail *rail)
+{
+    if (!rail->now_ns) rail->now_ns = rr_now_ns();
+    return rail->now_ns;
+}
+
+static inline void rr_rail_time_passes(struct rr_rail *rail) { rail->now_ns = 0; }
+
+/* A NIC calls it when it begins to send the work. */
+static inline void rr_work_posted(struct rr_rail *rail, struct rr_work *work)
+{
+    work->state = RR_WORK_POSTED;
+    work->posted_ns = rr_rail_now(rail);
+}
 
 static inline uint64_t rr_tombstone_hash(uint64_t tag) { return (tag * 0x9e3779b97f4a7c15ull >> 40) % (2 * RR_TOMBSTONES); }
 

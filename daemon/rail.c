@@ -228,6 +228,32 @@ static int let_go(struct rr_rail *rail)
     return work_count;
 }
 
+static void trace(struct rr_rail *rail, const struct rr_work *work, uint32_t result)
+{
+    const struct rr_client *client = work->source->client;
+    struct rr_trace_record record = {
+        .began_ns = work->began_ns,
+        .filled_ns = work->filled_ns,
+        .taken_ns = work->taken_ns,
+        .posted_ns = work->posted_ns,
+        .completed_ns = rr_rail_now(rail),
+        .tag = work->tag,
+        .bytes = work->bytes,
+        .client = client->number,
+        .client_serial = client->serial,
+        .transfer = work->transfer,
+        .generation = work->generation,
+        .peer = work->peer,
+        .remote_rail = work->remote_rail,
+        .direct = !work->source->is_lane,
+        .slot = work->slot,
+        .blocks = work->block_count,
+        .runs = work->run_count,
+        .result = result,
+    };
+    rr_trace_write(&rail->trace, &record);
+}
+
 void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
 {
     struct rr_source *source = work->source;
@@ -239,6 +265,7 @@ void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
     rr_count(rail, result ? RR_RAIL_SLICES_FAILED : RR_RAIL_SLICES_DONE, 1);
     uint32_t transfer = work->transfer, generation = work->generation;
     uint64_t bytes = work->bytes;
+    trace(rail, work, result);
     /* The slot goes back before the transfer can end, so that a caller who was told "done" finds its credit. */
     if (source->is_lane) {
         rr_lane_return(&port->lane, work->slot);
@@ -342,10 +369,12 @@ void *rr_rail_main(void *argument)
     uint64_t idle_since = 0;
     prepare_thread(rail);
     while (!rr_load_acquire_u32(&rail->stop)) {
+        rr_rail_time_passes(rail);
         int work_count = run_commands(rail);
         work_count += rr_collect(rail);
-        work_count += reclaim(rail);
-        work_count += let_go(rail);
+        int aside = reclaim(rail) + let_go(rail);
+        if (aside) rr_rail_time_passes(rail);
+        work_count += aside;
         work_count += post(rail);
         work_count += rail->nic->ops->poll(rail->nic, 0);
         rr_count(rail, RR_RAIL_CYCLES, 1);

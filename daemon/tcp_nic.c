@@ -142,6 +142,7 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
     struct tcp_nic *nic = tcp(base);
     struct epoll_event events[EVENTS_PER_POLL];
     int count = rr_epoll_wait(nic->epoll_fd, events, EVENTS_PER_POLL, timeout_ns);
+    rr_rail_time_passes(base->rail);
     int work_count = 0;
     for (int i = 0; i < count; i++) {
         struct rr_connection *c = events[i].data.ptr;
@@ -154,6 +155,7 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
             if (events[i].events & EPOLLOUT) tcp_flush_replies(nic, c);
             if (events[i].events & ~(uint32_t)EPOLLOUT) work_count += tcp_read_frames(nic, c);
         }
+        rr_rail_time_passes(base->rail);
     }
     return work_count;
 }

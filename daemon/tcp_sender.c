@@ -78,7 +78,7 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
             return 1;
         }
     }
-    work->state = RR_WORK_POSTED;
+    rr_work_posted(rail, work);
     work->connection = c;
     work->sequence = c->next_sequence++;
     uint16_t window = c->window_free[--c->window_free_count];
@@ -196,7 +196,9 @@ int tcp_post(struct rr_nic *base, struct rr_path *path)
     while (moved < VISIT_BYTES) {
         if (!c->writing && !next_frame(base->rail, c)) break;
         work_count++;
-        if (write_frame(tcp(base), c, &moved) <= 0) break;
+        int status = write_frame(tcp(base), c, &moved);
+        rr_rail_time_passes(base->rail);
+        if (status <= 0) break;
     }
     return work_count;
 }
@@ -266,6 +268,7 @@ int tcp_read_replies(struct tcp_nic *nic, struct rr_connection *c)
             return work_count + 1;
         }
         c->in_bytes += (uint32_t)got;
+        rr_rail_time_passes(nic->base.rail);
         uint32_t whole = c->in_bytes / sizeof(struct reply);
         for (uint32_t i = 0; i < whole; i++, work_count++) {
             if (on_reply(nic->base.rail, c, &c->in_replies[i])) {

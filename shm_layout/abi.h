@@ -20,6 +20,7 @@
  *   consumed   rail copied slices                   -> client
  *   ended      rail ended a slice of the ring       -> client
  *   done       daemon ended a transfer              -> client
+ *   trace      rail recorded a slice that ended     -> reader of the node segment
  *   filled     rail filled a bounce slot            -> client
  *   emptied    client emptied a bounce slot         -> rail
  */
@@ -50,6 +51,7 @@ enum rr_area_id {
     RR_AREA_CLIENTS = 3,      /* node: rr_client_state [max_clients] */
     RR_AREA_PEERS = 4,        /* node: rr_peer_state [max_peers] */
     RR_AREA_ERRORS = 5,       /* node: rr_error_record [n] */
+    RR_AREA_TRACE = 6,        /* node: rr_trace_record [trace_records] for each rail */
     RR_AREA_CONTROL = 16,     /* client: rr_client_control [1] */
     RR_AREA_LANE = 17,        /* client: rr_lane [rails] */
     RR_AREA_SLOT_HEADS = 18,  /* client: rr_slice [rails * slots] */
@@ -60,7 +62,9 @@ enum rr_area_id {
     RR_AREA_TRANSFERS = 23,   /* client: rr_transfer [n] */
     RR_AREA_BOUNCES = 24,     /* client: rr_bounce [rails] */
     RR_AREA_BOUNCE_HEADS = 25, /* client: rr_bounce_frame [bounce_slots] for each rail */
-    RR_AREA_BOUNCE_RUNS = 26  /* client: rr_run [table_entries] for each of rails * bounce_slots */
+    RR_AREA_BOUNCE_RUNS = 26, /* client: rr_run [table_entries] for each of rails * bounce_slots */
+    RR_AREA_SLOT_TIMES = 27,  /* client: rr_slice_times [rails * slots] */
+    RR_AREA_RING_TIMES = 28   /* client: rr_slice_times [ring_slices] for each rail */
 };
 #define RR_AREAS_MAX 16u
 
@@ -123,7 +127,9 @@ enum rr_slice_flags {
     S(T, uint32_t, max_clients, 100, creator) \
     S(T, uint32_t, client, 104, creator) \
     S(T, uint32_t, client_serial, 108, creator) \
-    A(T, uint64_t, reserved0, 2, 112, creator) \
+    S(T, uint32_t, trace_records, 112, creator) \
+    S(T, uint32_t, reserved0, 116, creator) \
+    S(T, uint64_t, reserved2, 120, creator) \
     S(T, uint32_t, version, 128, creator) \
     S(T, uint32_t, phase, 132, daemon) \
     A(T, uint64_t, reserved1, 15, 136, creator)
@@ -298,10 +304,45 @@ enum rr_slice_flags {
     S(T, uint32_t, length, 8, rail) \
     S(T, uint32_t, region, 12, rail)
 
+/* When the client began a slice (its slot is reserved, or its table begun) and when it was filled (all is copied into
+ * the slot, or enqueued on the GPU stream that rings the doorbell): CLOCK_MONOTONIC. Written before the doorbell
+ * is rung or enqueued, or the slice published; only shown, never trusted. */
+#define RR_FIELDS_slice_times(S, A, T) \
+    S(T, uint64_t, began_ns, 0, client) \
+    S(T, uint64_t, filled_ns, 8, client) \
+    A(T, uint64_t, reserved0, 14, 16, client)
+
+/* A slice that ended, in row position % trace_records of its rail; positions count from 1, 0 is a record that is being
+ * written. The first two times are the client's words; taken: the rail saw the doorbell, or the slice in the ring;
+ * posted: handed to the NIC, the last time if it was sent again, 0 if never; completed: the rail learned of its end. */
+#define RR_FIELDS_trace_record(S, A, T) \
+    S(T, uint64_t, position, 0, rail) \
+    S(T, uint64_t, began_ns, 8, rail) \
+    S(T, uint64_t, filled_ns, 16, rail) \
+    S(T, uint64_t, taken_ns, 24, rail) \
+    S(T, uint64_t, posted_ns, 32, rail) \
+    S(T, uint64_t, completed_ns, 40, rail) \
+    S(T, uint64_t, tag, 48, rail) \
+    S(T, uint64_t, bytes, 56, rail) \
+    S(T, uint32_t, client, 64, rail) \
+    S(T, uint32_t, client_serial, 68, rail) \
+    S(T, uint32_t, transfer, 72, rail) \
+    S(T, uint32_t, generation, 76, rail) \
+    S(T, uint32_t, peer, 80, rail) \
+    S(T, uint32_t, remote_rail, 84, rail) \
+    S(T, uint32_t, direct, 88, rail) \
+    S(T, uint32_t, slot, 92, rail) \
+    S(T, uint32_t, blocks, 96, rail) \
+    S(T, uint32_t, runs, 100, rail) \
+    S(T, uint32_t, result, 104, rail) \
+    S(T, uint32_t, reserved0, 108, rail) \
+    A(T, uint64_t, reserved1, 2, 112, rail)
+
 /* struct, name in the Python table */
 #define RR_STRUCTS(X) \
     X(area) X(segment_header) X(rail_state) X(lane_state) X(client_state) X(peer_state) X(error_record) \
-    X(client_control) X(lane) X(block) X(slice) X(ring) X(transfer) X(bounce) X(bounce_frame) X(run)
+    X(client_control) X(lane) X(block) X(slice) X(ring) X(transfer) X(bounce) X(bounce_frame) X(run) \
+    X(slice_times) X(trace_record)
 
 #define RR_MEMBER(tag, type, name, offset, writer) type name;
 #define RR_MEMBERS(tag, type, name, count, offset, writer) type name[count];
@@ -337,6 +378,8 @@ RR_SIZE(transfer, 256);
 RR_SIZE(bounce, 256);
 RR_SIZE(bounce_frame, 256);
 RR_SIZE(run, 16);
+RR_SIZE(slice_times, 128);
+RR_SIZE(trace_record, 128);
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the ABI is little-endian");
 
 /* Counters of a rail: id, label. A counter without a label does not compile. */

@@ -23,6 +23,12 @@ static inline void rr_copy_words(void *to, const void *from, unsigned bytes)
     for (unsigned i = 0; i < bytes / 8; i++) ((rr_word *)to)[i] = __atomic_load_n((const rr_word *)from + i, __ATOMIC_RELAXED);
 }
 
+static inline void rr_store_words(void *to, const void *from, unsigned bytes)
+{
+#pragma GCC unroll 16
+    for (unsigned i = 0; i < bytes / 8; i++) __atomic_store_n((rr_word *)to + i, ((const rr_word *)from)[i], __ATOMIC_RELAXED);
+}
+
 static inline void *rr_load_acquire_pointer(void *const *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 static inline void rr_store_release_pointer(void **word, void *value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
@@ -50,6 +56,10 @@ static inline void rr_counter_add(uint64_t *word, uint64_t value)
 /* Store-load barrier: between raising a "sleeping" flag and looking again for work, and between publishing
  * work and looking at the flag (sleep.h). */
 static inline void rr_full_barrier(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+/* Around words that are valid only while another word keeps its value (trace.h). */
+static inline void rr_acquire_fence(void) { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
+static inline void rr_release_fence(void) { __atomic_thread_fence(__ATOMIC_RELEASE); }
 
 static inline void rr_pause(void)
 {
