@@ -87,8 +87,8 @@ class Area:
     def __init__(self, buffer: memoryview, structure: str, offset: int, stride: int, count: int) -> None:
         self.structure = structure
         self.count = count
+        self.offset = offset
         self._buffer = buffer
-        self._offset = offset
         self._stride = stride
         self._fields = abi.FIELDS[structure]
 
@@ -137,7 +137,7 @@ class Area:
     def _at(self, row: int, facts: abi.Field) -> int:
         if not 0 <= row < self.count:
             raise IndexError(f"{self.structure} row {row} of {self.count}")
-        return self._offset + row * self._stride + facts.offset
+        return self.offset + row * self._stride + facts.offset
 
 
 class Segment:

@@ -113,7 +113,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """ring.h and lane.h, compiled for Python."""
+    """ring.h, lane.h and trace.h, compiled for Python."""
     return shims.build(tmp_path_factory.mktemp("shim"))
 
 

@@ -17,12 +17,13 @@ OK: Final = 0
 FAILED: Final = 1
 NO_DAEMON: Final = 3
 
-VERBS: Final = ("lanes", "clients", "peers", "errors", "demo", "bench")
+VERBS: Final = ("lanes", "clients", "peers", "errors", "trace", "demo", "bench")
 _HELP: Final = {
     "lanes": "slots, credit and traffic of each lane",
     "clients": "engines attached to the daemon",
     "peers": "daemons of other nodes",
     "errors": "distinct errors of the daemon, with how often and when",
+    "trace": "a timeline of the latest slices, as a file for Perfetto",
     "demo": "a transfer on this machine, checked and explained",
     "bench": "measure transfers on this machine",
 }

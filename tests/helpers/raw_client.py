@@ -29,14 +29,6 @@ class Refused(Exception):
         self.text = text
 
 
-class Placed(Area):
-    """An area that tells where in its segment it begins."""
-
-    def __init__(self, buffer: memoryview, structure: str, offset: int, stride: int, count: int) -> None:
-        super().__init__(buffer, structure, offset, stride, count)
-        self.offset = offset
-
-
 class RawClient:
     def __init__(self, path: str, rank: int = 0) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -102,7 +94,7 @@ class RawClient:
         self._maps.append(mapped)
         return mapped
 
-    def area(self, name: str, structure: str) -> Placed:
+    def area(self, name: str, structure: str) -> Area:
         """An area of the own segment, writable."""
         with memoryview(self.memory) as whole:
             header = Area(whole, "segment_header", 0, abi.SIZES["segment_header"], 1)
@@ -110,7 +102,7 @@ class RawClient:
             table = Area(whole, "area", at, size, header.get(0, "area_count"))
             for row in range(table.count):
                 if table.get(row, "id") == abi.CONSTANTS[f"AREA_{name}"]:
-                    return Placed(
+                    return Area(
                         memoryview(self.memory),
                         structure,
                         table.get(row, "offset"),

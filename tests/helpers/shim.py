@@ -1,4 +1,5 @@
-"""The C headers' rings and lanes, called from Python on memory of the test: compiled with the system's C compiler."""
+"""Rings, lanes and the trace of the C headers, called from Python on memory of the test: compiled with the system's C
+compiler."""
 
 from __future__ import annotations
 
@@ -48,6 +49,8 @@ def build(directory: Path) -> ctypes.CDLL:
         "lane_ring_doorbell": (None, [pointer]),
         "lane_take": (i32, [pointer]),
         "lane_return": (None, [pointer, u32]),
+        "trace_writer": (pointer, [pointer, u64, u64]),
+        "trace_write": (None, [pointer, u64]),
         "forget": (None, [pointer]),
     }
     for name, (result, arguments) in signatures.items():

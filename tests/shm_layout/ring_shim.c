@@ -1,9 +1,10 @@
-/* The inline functions of ring.h and lane.h for Python tests, on memory of the caller. Private state is allocated here;
+/* The inline functions of ring.h, lane.h and trace.h for Python tests, on memory of the caller. Private state is allocated here;
  * positions may start anywhere, so that a test need not count to 2^64. */
 #include <stdlib.h>
 
 #include "lane.h"
 #include "ring.h"
+#include "trace.h"
 
 struct rr_ring_producer *ring_producer(struct rr_ring *ring, struct rr_slice *slices, uint64_t capacity, uint64_t start)
 {
@@ -47,4 +48,24 @@ void lane_announce(struct rr_lane_producer *p, uint32_t slot) { rr_lane_announce
 void lane_ring_doorbell(struct rr_lane_producer *p) { rr_lane_ring_doorbell(p); }
 int32_t lane_take(struct rr_lane_consumer *c) { return rr_lane_take(c); }
 void lane_return(struct rr_lane_consumer *c, uint32_t slot) { rr_lane_return(c, slot); }
+struct rr_trace_writer *trace_writer(struct rr_trace_record *records, uint64_t count, uint64_t start)
+{
+    struct rr_trace_writer *w = malloc(sizeof *w);
+    *w = (struct rr_trace_writer){records, count - 1, start};
+    return w;
+}
+
+/* All words of a record are its position. */
+void trace_write(struct rr_trace_writer *w, uint64_t count)
+{
+    while (count--) {
+        union {
+            struct rr_trace_record record;
+            uint64_t words[sizeof(struct rr_trace_record) / 8];
+        } of;
+        for (size_t i = 0; i < sizeof of.words / 8; i++) of.words[i] = w->position + 1;
+        rr_trace_write(w, &of.record);
+    }
+}
+
 void forget(void *private_state) { free(private_state); }

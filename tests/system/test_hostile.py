@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from helpers import memory, patterns, processes
+from helpers import memory, patterns, processes, trace_files
 from helpers.memory import Link
 from helpers.nodes import SHM, Node, Nodes
 from helpers.raw_client import RawClient, Refused
@@ -150,6 +150,18 @@ def test_a_slice_that_is_written_by_hand_arrives(scene: Scene) -> None:
     assert (scene.target.array[:4096] == 7).all()
     assert not scene.target.array[4096:].any()
     assert scene.raw.area("RINGS", "ring").get(0, "consumed") == 1
+
+
+@pytest.mark.parametrize("said", [0, 1, (1 << 63) + 5, (1 << 64) - 1])
+def test_times_that_a_client_makes_up_are_shown_as_unknown(scene: Scene, tmp_path: Path, said: int) -> None:
+    scene.raw.area("RING_TIMES", "slice_times").write(0, began_ns=said, filled_ns=said)
+    scene.publish()
+    assert scene.result() is Result.OK
+    path = tmp_path / "trace.json"
+    scene.prefill.cli("trace", "-o", str(path), "--last", "1")
+    [slice_] = trace_files.slices(trace_files.load(path))
+    assert slice_["args"]["unknown"] == "began, filled"
+    assert 0 < slice_["dur"] < 60e6
 
 
 def test_a_slot_that_is_filled_by_hand_arrives_and_its_memory_was_empty(scene: Scene) -> None:
