@@ -1,8 +1,8 @@
 /* The seam between a rail and its NIC. One implementation a transport (tcp_nic.c); all calls on the rail's thread.
  *
  * A connection carries frames one way, from a sender to a receiver, each numbered from 1, and answers each frame with
- * a result. A NIC takes work from its path with rr_path_next and gives each piece back exactly once with rr_work_done
- * (or, after a loss, through settle), after which nothing reads the work's source. */
+ * a result. A NIC takes work from its path with rr_path_next, calls rr_work_posted when it begins to send it, and gives
+ * each piece back exactly once with rr_work_done (or, after a loss, through settle), after which nothing reads the work's source. */
 #ifndef RAILRELAY_NIC_H
 #define RAILRELAY_NIC_H
 

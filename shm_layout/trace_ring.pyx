@@ -21,7 +21,7 @@ cdef class TraceReader:
         cdef uint64_t nbytes = bytes.shape[0]
         if records == 0 or records & (records - 1) or records > nbytes // sizeof(rr_trace_record) or (
                 offset > nbytes - records * sizeof(rr_trace_record)) or offset % 8:
-            raise ValueError(f"{records} trace records at {offset} in {nbytes} bytes; expected a power of two that fits, at a multiple of 8")
+            raise ValueError(f"{records} trace records at {offset} in {nbytes} bytes; expected a power of two that fits, 8-byte aligned")
         self.memory = bytes
         rr_trace_reader_init(&self.reader, <const rr_trace_record *> (&bytes[0] + offset), records - 1, only_new)
 

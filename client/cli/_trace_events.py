@@ -137,12 +137,14 @@ def _groups(
     slices: Sequence[Slice], rail: int, owners: Mapping[tuple[int, int], Owner]
 ) -> Iterator[tuple[str, list[Slice]]]:
     """(title, slices) of each lane and of the direct slices."""
-    lanes: dict[str, list[Slice]] = {}
+    lanes: dict[tuple[int, int, int], list[Slice]] = {}
     direct = [one for one in slices if one.direct]
     for one in slices:
         if not one.direct:
-            lanes.setdefault(_lane(one, rail, owners), []).append(one)
-    yield from sorted(lanes.items())
+            owner = owners.get((one.client, one.client_serial))
+            lanes.setdefault((owner.rank if owner else -1, one.client, one.client_serial), []).append(one)
+    for _, lane in sorted(lanes.items()):
+        yield _lane(lane[0], rail, owners), lane
     if direct:
         yield "direct", direct
 

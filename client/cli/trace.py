@@ -202,11 +202,15 @@ def _lines(found: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             table(["WAY", "PHASE", "SLICES", "P50", "P99"], rows),
-            f"{found['slices']} slices of {found['transfers']} transfers in {duration(found['span_ns'])}"
-            + _losses(found),
+            f"{_number(found['slices'], 'slice')} of {_number(found['transfers'], 'transfer')} in"
+            f" {duration(found['span_ns'])}{_losses(found)}",
             f"{found['file']}: open it at https://ui.perfetto.dev",
         ]
     )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _losses(found: Mapping[str, Any]) -> str:

@@ -1,8 +1,8 @@
-/* The real ring.h, lane.h and sleep.h under load, for ThreadSanitizer and AddressSanitizer (tests/models/run builds
+/* The real ring.h, lane.h, trace.h and sleep.h under load, for ThreadSanitizer and AddressSanitizer (tests/models/run builds
  * it against the product headers and against mutated copies). One process stands for all: threads are clients, the
  * main thread is the rail. Exits 0 if every word that arrived is the word that was sent.
  *
- *   stress ring | ring-ended | ring-hostile | lane | lane-hostile | sleep
+ *   stress ring | ring-ended | ring-hostile | lane | lane-hostile | trace | sleep
  */
 #define _GNU_SOURCE
 #include <poll.h>
@@ -16,6 +16,7 @@
 #include "lane.h"
 #include "ring.h"
 #include "sleep.h"
+#include "trace.h"
 
 #define CLIENTS 3u
 
@@ -493,6 +494,54 @@ static int stress_sleep(void)
     return 0;
 }
 
+#define TRACE_RECORDS 8u
+#define TRACE_TOTAL 3000000u
+
+union trace_words {
+    struct rr_trace_record record;
+    uint64_t words[sizeof(struct rr_trace_record) / 8];
+};
+
+static struct rr_trace_record trace_records[TRACE_RECORDS] __attribute__((aligned(RR_LINE_BYTES)));
+
+/* All words of a record are its position. Now and then the writer rests, so that a reader keeps up. */
+static void *trace_writer(void *unused)
+{
+    (void)unused;
+    struct rr_trace_writer writer = {trace_records, TRACE_RECORDS - 1, 0};
+    uint64_t random = 43;
+    for (uint64_t position = 1; position <= TRACE_TOTAL; position++) {
+        union trace_words of;
+        for (unsigned word = 0; word < sizeof of.words / 8; word++) of.words[word] = position;
+        rr_trace_write(&writer, &of.record);
+        if (position % 64 == 0)
+            for (uint64_t pause = next_random(&random) % 512; pause; pause--) rr_pause();
+    }
+    return NULL;
+}
+
+static int stress_trace(void)
+{
+    pthread_t thread;
+    struct rr_trace_reader reader;
+    union trace_words of;
+    uint64_t seen = 0, last = 0;
+    rr_trace_reader_init(&reader, trace_records, TRACE_RECORDS - 1, 0);
+    start(&thread, trace_writer, NULL);
+    while (last != TRACE_TOTAL) {
+        if (!rr_trace_next(&reader, &of.record)) continue;
+        for (unsigned word = 1; word < sizeof of.words / 8; word++)
+            REQUIRE(of.words[word] == of.words[0], "record %llu has a word of %llu", (unsigned long long)of.words[0],
+                    (unsigned long long)of.words[word]);
+        REQUIRE(of.words[0] > last, "record %llu after %llu", (unsigned long long)of.words[0], (unsigned long long)last);
+        last = of.words[0];
+        seen++;
+    }
+    pthread_join(thread, NULL);
+    REQUIRE(seen + reader.lost == TRACE_TOTAL, "%llu records read, %llu lost", (unsigned long long)seen, (unsigned long long)reader.lost);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     static const struct {
@@ -500,10 +549,10 @@ int main(int argc, char **argv)
         int (*body)(void);
     } scenarios[] = {
         {"ring", stress_ring}, {"ring-ended", stress_ring_ended}, {"ring-hostile", stress_ring_hostile}, {"lane", stress_lane},
-        {"lane-hostile", stress_lane_hostile}, {"sleep", stress_sleep},
+        {"lane-hostile", stress_lane_hostile}, {"trace", stress_trace}, {"sleep", stress_sleep},
     };
     for (unsigned i = 0; argc == 2 && i < sizeof scenarios / sizeof *scenarios; i++)
         if (strcmp(argv[1], scenarios[i].name) == 0) return scenarios[i].body();
-    fprintf(stderr, "usage: stress ring|ring-ended|ring-hostile|lane|lane-hostile|sleep\n");
+    fprintf(stderr, "usage: stress ring|ring-ended|ring-hostile|lane|lane-hostile|trace|sleep\n");
     return 2;
 }

@@ -240,7 +240,7 @@ def test_the_summary_has_percentiles_of_each_phase(
     assert ("direct", "fill") not in phases
     assert main(["trace", "--instance", node.instance, "-o", str(tmp_path / "t.json")]) == OK
     told = capsys.readouterr().out
-    assert "4 slices of 1 transfers in 9.0 us; 1 failed; 1 with unknown times" in told
+    assert "4 slices of 1 transfer in 9.0 us; 1 failed; 1 with unknown times" in told
     assert str(tmp_path / "t.json") in told
 
 
