@@ -42,6 +42,8 @@ def test_sizes_are_numbers_or_text_with_a_unit() -> None:
         ("[relay]\nslot_bytes = 100000", "relay.slot_bytes: 100000: expected a multiple of 65536"),
         ('[relay]\nslot_bytes = "8MB"', 'relay.slot_bytes: "8MB": expected bytes, or text such as'),
         ("[relay]\nring_slices = 100", "relay.ring_slices: 100: expected a power of two"),
+        ("[limits]\ntrace_records = 32", "limits.trace_records: 32: expected 64 to 1048576"),
+        ("[limits]\ntrace_records = 1000", "limits.trace_records: 1000: expected a power of two"),
         ("[relay]\nslot = 3", "relay.slot: no such option"),
         ("[relays]\n", "relays: no such option"),
         ("rail = []", "rail: 0: expected 1 to 16 [[rail]] sections"),
