@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Unsettled,
         WaitTimeout,
     )
+    from railrelay.client.gpu_memory import GpuOptions
     from railrelay.client.layout import PageLayout
     from railrelay.client.peers import Peer
     from railrelay.client.protocol import Notification
@@ -39,6 +40,7 @@ __all__ = [
     "ConnectError",
     "DaemonGone",
     "ErrorCode",
+    "GpuOptions",
     "HostEvent",
     "Notification",
     "PageLayout",
@@ -57,7 +59,7 @@ __all__ = [
     "tag_of",
 ]
 
-_MODULES = ("errors", "protocol", "layout", "transfer", "regions", "peers", "client", "core")
+_MODULES = ("errors", "protocol", "layout", "transfer", "regions", "peers", "gpu_memory", "client", "core")
 
 
 def __getattr__(name: str) -> object:

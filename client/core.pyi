@@ -45,6 +45,7 @@ class Submission:
     result: int          # rr_result
     bytes: int
     nbytes: int          # asked for
+    gpu_error: str       # of its client
     def publish(self) -> None:
         """Begins the transfer (reserve() alone does not)."""
     def wait(self, timeout_ns: int) -> bool:

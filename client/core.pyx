@@ -275,6 +275,10 @@ cdef class Submission:
         return self.at.bytes
 
     @property
+    def gpu_error(self):
+        return self.core.gpu_error
+
+    @property
     def done(self):
         return bool(self.look(0))
 

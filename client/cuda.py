@@ -135,6 +135,7 @@ def count() -> int:
 def ordinal_of(gpu: int | str) -> int:
     """The ordinal in this process of a GPU given by ordinal or UUID. RelayError names those that there are."""
     known = [uuid_of(ordinal) for ordinal in range(count())]
+    gpu = gpu.removeprefix("cuda:") if isinstance(gpu, str) else gpu
     if isinstance(gpu, int) or gpu.isdecimal():
         if int(gpu) < len(known):
             return int(gpu)

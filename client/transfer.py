@@ -230,14 +230,18 @@ class Transfer:
             return
         if not self._submission.settled:
             raise self._unsettled("")
-        text = "ended early and has settled since" if result == Result.UNSETTLED else RESULT_TEXT[result]
+        text = "ended early and has settled since" if result == Result.UNSETTLED else self._text_of(result)
         raise TransferError(result, self.bytes, f"{self._what}: {text}")
+
+    def _text_of(self, result: Result) -> str:
+        name = self._submission.gpu_error if result == Result.GPU_ERROR else ""
+        return f"{name}: {RESULT_TEXT[result]}" if name else RESULT_TEXT[result]
 
     def _unsettled(self, why: str) -> Unsettled:
         result = Result(self._submission.result)
         text = RESULT_TEXT[Result.UNSETTLED]
         if result != Result.UNSETTLED:
-            text = f"{RESULT_TEXT[result]}; {text}"
+            text = f"{self._text_of(result)}; {text}"
         return Unsettled(result, self.bytes, f"{self._what}: {text}{why}")
 
     def __repr__(self) -> str:
