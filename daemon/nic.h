@@ -2,7 +2,8 @@
  *
  * A connection carries frames one way, from a sender to a receiver, each numbered from 1, and answers each frame with
  * a result. A NIC takes work from its path with rr_path_next, calls rr_work_posted when it begins to send it, and gives
- * each piece back exactly once with rr_work_done (or, after a loss, through settle), after which nothing reads the work's source. */
+ * each piece back exactly once with rr_work_done (or, after a loss, through settle), after which nothing reads the
+ * work's source. After what may take a microsecond it calls rr_rail_time_passes, or times in the trace are stale. */
 #ifndef RAILRELAY_NIC_H
 #define RAILRELAY_NIC_H
 
