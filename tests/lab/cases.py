@@ -186,10 +186,13 @@ def _cp4_tp4(line: float) -> Traffic:
     return _busy_then_paced(prefill, decode, [4 * pages for pages in _sizes(requests, 1, 2)], line)
 
 
-def _pp8_dp1(line: float) -> Traffic:
-    requests = range(48)
-    whole = Share(0, _MODEL.rows, 0, _MODEL.heads, tuple(requests))
-    return _busy_then_paced(_stages(8, requests), [whole], _sizes(len(requests), 1, 2), line)
+def _to_one_rank(stages: int) -> Callable[[float], Traffic]:
+    def make(line: float) -> Traffic:
+        requests = range(48)
+        whole = Share(0, _MODEL.rows, 0, _MODEL.heads, tuple(requests))
+        return _busy_then_paced(_stages(stages, requests), [whole], _sizes(len(requests), 1, 2), line)
+
+    return make
 
 
 def _matched(_: float) -> Traffic:
@@ -237,7 +240,8 @@ CASES: Final = {
     for case in (
         Case("smoke", "a short pp4-tp4, direct and relay only", 4, _smoke, ("direct", "relay")),
         Case("pp4-tp4", "4 pipeline stages to 4 tensor-parallel decode ranks", 4, _pp4_tp4),
-        Case("pp8-dp1", "8 pipeline stages to one decode rank (data-parallel attention)", 8, _pp8_dp1),
+        Case("pp4-dp1", "4 pipeline stages to one decode rank (data-parallel attention)", 4, _to_one_rank(4)),
+        Case("pp8-dp1", "8 pipeline stages to one decode rank (data-parallel attention)", 8, _to_one_rank(8)),
         Case(
             "cp4-tp4", "4 context-parallel ranks, all of them sending, to 4 tensor-parallel decode ranks", 4, _cp4_tp4
         ),
