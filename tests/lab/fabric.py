@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -70,20 +70,27 @@ class Network:
 
 
 @dataclass(frozen=True)
+class Pauses:
+    """What priority flow control did. ``of_nics``: share of each bucket that a NIC was paused, by (node, rail).
+    ``port_bytes_max``: most that waited for one egress. ``late_max_ms``: longest time the switch did not run."""
+
+    nics_ms: float
+    inside_ms: float
+    port_bytes_max: int
+    late_max_ms: float
+    of_nics: dict[tuple[int, int], Series]
+
+
+@dataclass(frozen=True)
 class Reading:
     """What a fabric has counted since reset(). Series by (node, rail): shares of the line rate, one value a bucket."""
 
     begin_ns: int
     bucket_s: float
     drops: int
-    nic_pause_ms: float
-    fabric_pause_ms: float
-    fabric_port_bytes_max: int
-    late_max_ms: float
     sent: dict[tuple[int, int], Series]
     received: dict[tuple[int, int], Series]
-    paused: dict[tuple[int, int], Series]  # NICs
-    nic_pause_ms_of: dict[tuple[int, int], float] = field(default_factory=dict)
+    pauses: Pauses | None  # of a lossless fabric
 
 
 class Namespaces:
@@ -268,16 +275,18 @@ class Lossless(Fabric):
             begin_ns=counted["begin_ns"],
             bucket_s=bucket_s,
             drops=counted["drops"] + self._device_drops() - self._dropped_before,
-            nic_pause_ms=sum(link["pause_ns"] for link in of_kind["nic"].values()) / 1e6,
-            fabric_pause_ms=sum(link["pause_ns"] for link in inner) / 1e6,
-            fabric_port_bytes_max=max(link["queue_max_bytes"] for link in of_kind["port"].values()),
-            late_max_ms=counted["late_max_ns"] / 1e6,
             sent=shares("nic"),
             received=shares("port"),
-            paused={
-                at: [ns / counted["bucket_ns"] for ns in link["series_pause_ns"]] for at, link in of_kind["nic"].items()
-            },
-            nic_pause_ms_of={at: link["pause_ns"] / 1e6 for at, link in of_kind["nic"].items()},
+            pauses=Pauses(
+                nics_ms=sum(link["pause_ns"] for link in of_kind["nic"].values()) / 1e6,
+                inside_ms=sum(link["pause_ns"] for link in inner) / 1e6,
+                port_bytes_max=max(link["queue_max_bytes"] for link in of_kind["port"].values()),
+                late_max_ms=counted["late_max_ns"] / 1e6,
+                of_nics={
+                    at: [ns / counted["bucket_ns"] for ns in link["series_pause_ns"]]
+                    for at, link in of_kind["nic"].items()
+                },
+            ),
         )
 
     def _device_drops(self) -> int:
@@ -367,13 +376,9 @@ class Lossy(Fabric):
             begin_ns=self._sampler.begin_ns,
             bucket_s=_SAMPLE_S,
             drops=self._drops() - self._before,
-            nic_pause_ms=0.0,
-            fabric_pause_ms=0.0,
-            fabric_port_bytes_max=0,
-            late_max_ms=0.0,
             sent=sent,
             received=received,
-            paused={},
+            pauses=None,
         )
 
     def _neighbours(self, own: int) -> list[str]:

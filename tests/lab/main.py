@@ -40,6 +40,7 @@ _SERIES: Final = (
 )
 _MBIT: Final = 1_000_000
 _LATE_MS: Final = 40  # a stall of the machine this long empties the NICs' queues
+_OTHERS_SHARE: Final = 0.35
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -79,14 +80,16 @@ def main(words: Sequence[str] | None = None) -> int:
         from lab import figures
 
         args.figures.mkdir(parents=True, exist_ok=True)
-        stem = args.figures / f"{result['date'][:10]}-{case.name}-{args.fabric}"
-        stem.with_suffix(".json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
-        figures.draw(result, stem.with_suffix(".png"))
+        stem = f"{result['date'][:10]}-{case.name}-{args.fabric}-{args.cc}"
+        (args.figures / f"{stem}.json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
+        figures.draw(result, args.figures / f"{stem}.png")
     if args.json:
         print(json.dumps(_without_series(result), indent=2))
     else:
         print(report(result))
     lossless_drops = args.fabric == "lossless" and any(found["switch_drops"] for found in result["routes"].values())
+    if lossless_drops:
+        _say("run: the lossless fabric dropped frames (switch_drops); these figures do not count")
     return 1 if lossless_drops else 0
 
 
@@ -112,8 +115,8 @@ def run(case: Case, kind: str, routes: Sequence[str], congestion: str, bits_per_
         for route in routes:
             found[route] = measure.measure(traffic, on, route, directory)
             _say(f"{case.name} {kind} {route}: {json.dumps(_brief(found[route]))}")
-            if found[route]["switch_late_max_ms"] > _LATE_MS:
-                _say(f"{route}: the switch did not run for {found[route]['switch_late_max_ms']} ms; measure again")
+            for disturbance in disturbances(found[route]):
+                _say(f"{route}: {disturbance}; measure again")
         described = on.describe()
     return {
         "case": case.name,
@@ -127,6 +130,17 @@ def run(case: Case, kind: str, routes: Sequence[str], congestion: str, bits_per_
         "geometry": measure.GEOMETRY,
         "routes": found,
     }
+
+
+def disturbances(found: dict[str, Any]) -> list[str]:
+    """What else this machine did meanwhile that may have changed the figures."""
+    said = []
+    for phase, of in (("", found), (" (paced)", found.get("paced", {}))):
+        if (late_ms := of.get("switch_late_max_ms", 0.0)) > _LATE_MS:
+            said.append(f"the switch did not run for {late_ms:.0f} ms{phase}")
+        if (others := of.get("machine_cpu_share", 0.0) - of.get("cpu_share", 0.0)) > _OTHERS_SHARE:
+            said.append(f"other processes used {others:.0%} of the cores{phase}")
+    return said
 
 
 def report(result: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from helpers.nodes import Nodes
 from lab import fabric
 from lab.cases import ROUTES, Traffic
 from lab.engines import Done, Receiving, Sending
-from lab.fabric import Fabric, Reading, Series
+from lab.fabric import Fabric, Network, Reading, Series
 from railrelay.client import limit
 from railrelay.client.cli._workers import Worker
 
@@ -111,7 +111,7 @@ def measure(traffic: Traffic, on: Fabric, route: str, directory: Path) -> dict[s
             before = Cpu.now(everyone)
             done: list[list[Done]] = _ask(prefill, "play", time.monotonic_ns() + _LEAD_NS, paced)
             after = Cpu.now(everyone)
-            figures = _figures(traffic, on, done, on.read())
+            figures = figures_of(traffic, network, done, on.read())
             sent_again = sum(map(fabric.retransmits, pids)) - sent_again
             return figures | {"retransmits": sent_again} | before.shares(after)
 
@@ -130,14 +130,16 @@ def _ask(engines: Sequence[Worker], method: str, *arguments: object) -> list[Any
     return [engine.result(_LIMIT_S) for engine in engines]
 
 
-def _figures(traffic: Traffic, on: Fabric, done: list[list[Done]], reading: Reading) -> dict[str, Any]:
+def figures_of(traffic: Traffic, network: Network, done: list[list[Done]], reading: Reading) -> dict[str, Any]:
+    """``done``: what each sender's transfers did. ``rail_utilisation``: bytes on the wire over the line rate, of the
+    prefill NICs' sending and of the decode NICs' receiving."""
     main = [one for sender, of in zip(traffic.senders, done, strict=True) if not sender.is_victim for one in of]
     begin_ns, end_ns = min(one.ready_ns for one in main), max(one.end_ns for one in main)
     seconds, nbytes = (end_ns - begin_ns) / 1e9, sum(one.nbytes for one in main)
     rails = sorted({one.decode for one in main})
     times_ms = [(one.end_ns - one.ready_ns) / 1e6 for one in main]
     window = _Window(reading, begin_ns, end_ns)
-    line = on.network.line_bytes_per_second
+    line = network.line_bytes_per_second
     result: dict[str, Any] = {
         "seconds": round(seconds, 4),
         "gigabytes": round(nbytes / 1e9, 4),
@@ -145,19 +147,24 @@ def _figures(traffic: Traffic, on: Fabric, done: list[list[Done]], reading: Read
         "transfers": len(main),
         "p50_ms": round(float(np.percentile(times_ms, 50)), 2),
         "p99_ms": round(float(np.percentile(times_ms, 99)), 2),
-        "pause_ms": round(reading.nic_pause_ms + reading.fabric_pause_ms, 3),
-        "pause_ms_nics": round(reading.nic_pause_ms, 3),
-        "pause_ms_fabric": round(reading.fabric_pause_ms, 3),
         "switch_drops": reading.drops,
-        "egress_queue_max_bytes": reading.fabric_port_bytes_max,
-        "switch_late_max_ms": round(reading.late_max_ms, 2),
-        "rails_sent": window.means(reading.sent, PREFILL),
-        "rails_received": window.means(reading.received, DECODE),
+        "rail_utilisation": {
+            "sent": window.means(reading.sent, PREFILL),
+            "received": window.means(reading.received, DECODE),
+        },
         "quantiles_ms": _quantiles(times_ms),
         "series_s": _POINTS_S,
         "series_received": window.series(reading.received, DECODE),
-        "series_paused": window.series(reading.paused, PREFILL),
     }
+    if pauses := reading.pauses:
+        result |= {
+            "pause_ms": round(pauses.nics_ms + pauses.inside_ms, 3),
+            "pause_ms_nics": round(pauses.nics_ms, 3),
+            "pause_ms_fabric": round(pauses.inside_ms, 3),
+            "egress_queue_max_bytes": pauses.port_bytes_max,
+            "switch_late_max_ms": round(pauses.late_max_ms, 2),
+            "series_paused": window.series(pauses.of_nics, PREFILL),
+        }
     if traffic.alone_s:
         result |= _victim(traffic, done, begin_ns, end_ns, line)
     if traffic.is_chunked:
