@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import select
 import shutil
 import subprocess
 import tempfile
@@ -221,7 +222,7 @@ class Lossless(Fabric):
     kind = "lossless"
 
     def _build(self) -> None:
-        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}-")))
+        directory = Path(self._stack.enter_context(scratch()))
         binary = directory / "switch"
         warnings = ["-Wall", "-Wextra", "-Wno-missing-field-initializers"]
         _run([os.environ.get("CC", "cc"), "-std=gnu11", "-O2", *warnings, "-o", str(binary), str(_SOURCE)])
@@ -300,15 +301,19 @@ class Lossless(Fabric):
 
     def _ask(self, command: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{command}\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # _answer() says that it has ended
+            self._process.stdin.write(f"{command}\n")
+            self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
+        """Answers are one line, and there is one at a time."""
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], _LIMIT_S)[0]:
+            raise RuntimeError(f"the switch (pid {self._process.pid}) has not answered for {_LIMIT_S} s")
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the switch ended with {self._process.wait(_LIMIT_S)}")
+            raise RuntimeError(f"the switch ended with {self._process.wait(_LIMIT_S)}; it says why above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -463,15 +468,22 @@ def retransmits(pid: int) -> int:
     return int(values[names.index("RetransSegs")])
 
 
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """For files of this run."""
+    return tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-")
+
+
 def remove_stale() -> None:
-    """Namespaces of runs that were killed: their lock is free."""
-    if not _NAMES.exists():
-        return
-    for owner in {int(found[1]) for path in _NAMES.iterdir() if (found := re.match(rf"{PREFIX}(\d+)-", path.name))}:
+    """Namespaces and files of runs that were killed: their lock is free."""
+    temporary = Path(tempfile.gettempdir())
+    left = [path.name for place in (_NAMES, _lock_path(0).parent, temporary) for path in place.glob(f"{PREFIX}[0-9]*")]
+    for owner in {int(found[1]) for name in left if (found := re.match(rf"{PREFIX}(\d+)[-.]", name))}:
         if owner == os.getpid() or _held(owner):
             continue
         for path in _NAMES.glob(f"{PREFIX}{owner}-*"):
             subprocess.run(["ip", "netns", "delete", path.name], capture_output=True, timeout=_LIMIT_S, check=False)
+        for path in temporary.glob(f"{PREFIX}{owner}-*"):
+            shutil.rmtree(path, ignore_errors=True)
         _lock_path(owner).unlink(missing_ok=True)
 
 

@@ -7,18 +7,19 @@ a rail and a spine: "lossless" has shared buffers and priority flow control and 
 shallow queues and drops. All routes of a case run one after the other with the same traffic, and every byte is
 checked at decode.
 
-Needs root, iproute2 and a C compiler; --figures needs matplotlib."""
+Needs root, iproute2, procps and a C compiler; --figures needs matplotlib (pip install '.[lab]')."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import shutil
+import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -41,6 +42,11 @@ _SERIES: Final = (
 _MBIT: Final = 1_000_000
 _LATE_MS: Final = 40  # a stall of the machine this long empties the NICs' queues
 _OTHERS_SHARE: Final = 0.35
+_TUN: Final = Path("/dev/net/tun")
+_TOOLS: Final = {"iproute2": ("ip", "tc"), "procps": ("sysctl",), "gcc libc6-dev": ("cc",)}
+_PATH: Final = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # of root, whoever asks
+_FAILURES: Final = (RuntimeError, RelayError, OSError, AssertionError, subprocess.SubprocessError)
+CONGESTION_CONTROLS: Final = ("reno", "bbr", "cubic")
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -51,16 +57,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", choices=CASES, default="smoke", help="default: %(default)s")
     parser.add_argument("--fabric", choices=KINDS, default="lossless", help="default: %(default)s")
     parser.add_argument("--routes", help="separated by commas (default: those of the case)")
-    parser.add_argument("--cc", choices=_nodes.congestion_controls(), default="reno", help="default: %(default)s")
+    parser.add_argument("--cc", choices=CONGESTION_CONTROLS, default="reno", help="default: %(default)s")
     parser.add_argument("--rate", type=int, default=200, metavar="MBIT", help="of a NIC, Mbit/s (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="writes <date>-<case>-<fabric>.png and .json there")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="writes <date>-<case>-<fabric>-<cc>.png and .json")
     args = parser.parse_args(words)
     if args.list:
         print(_listing())
         return 0
-    if lacks := missing():
-        _say(f"run: this machine lacks {'; '.join(lacks)}")
+    if lacks := missing(args.cc, figures=args.figures is not None):
+        _say("\n".join(["run: this is missing:", *(f"  {lack}" for lack in lacks)]))
         return 2
     case = CASES[args.case]
     routes = args.routes.split(",") if args.routes else list(case.routes)
@@ -68,15 +74,16 @@ def main(words: Sequence[str] | None = None) -> int:
         if route not in ROUTES:
             parser.error(f"no route {route!r}; there are {', '.join(ROUTES)}")
     try:
+        os.environ["PATH"] = _PATH
         with _nodes.ended_by_signals():
             result = run(case, args.fabric, routes, args.cc, args.rate * _MBIT)
     except KeyboardInterrupt:
         _say("interrupted; namespaces, daemons and engines are gone")
         return 130
-    except (RuntimeError, RelayError, OSError) as failure:
-        _say(f"run: {failure}")
+    except _FAILURES as failure:
+        _say(f"run: {_reason(failure)}")
         return 1
-    if args.figures:
+    if args.figures and result["routes"]:
         from lab import figures
 
         args.figures.mkdir(parents=True, exist_ok=True)
@@ -85,23 +92,30 @@ def main(words: Sequence[str] | None = None) -> int:
         figures.draw(result, args.figures / f"{stem}.png")
     if args.json:
         print(json.dumps(_without_series(result), indent=2))
-    else:
+    elif result["routes"]:
         print(report(result))
+    for route, reason in result["failed"].items():
+        _say(f"run: no figures of {route}: {reason}")
     lossless_drops = args.fabric == "lossless" and any(found["switch_drops"] for found in result["routes"].values())
     if lossless_drops:
         _say("run: the lossless fabric dropped frames (switch_drops); these figures do not count")
-    return 1 if lossless_drops else 0
+    return 1 if lossless_drops or result["failed"] else 0
 
 
-def missing() -> list[str]:
-    """What this machine lacks for the laboratory."""
-    lacks = [f"{tool} (iproute2)" for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if shutil.which("cc") is None:
-        lacks.append("a C compiler (cc)")
+def missing(congestion: str, *, figures: bool) -> list[str]:
+    """What this machine lacks for a run, each with the next step."""
+    lacks = []
     if os.geteuid() != 0:
-        lacks.append("root, for network namespaces")
-    elif not Path("/dev/net/tun").exists():
-        lacks.append("/dev/net/tun")
+        lacks.append(f"root, for network namespaces: sudo {sys.executable} {sys.argv[0]} ...")
+    elif not _TUN.exists():
+        lacks.append(f"{_TUN}: modprobe tun, or give the device to the container")
+    for package, tools in _TOOLS.items():
+        if absent := [tool for tool in tools if shutil.which(tool, path=_PATH) is None]:
+            lacks.append(f"{' and '.join(absent)}: apt install {package}")
+    if congestion not in (available := _nodes.congestion_controls()):
+        lacks.append(f"{congestion} in this kernel, which has {' '.join(available)}: modprobe tcp_{congestion}")
+    if figures and importlib.util.find_spec("matplotlib") is None:
+        lacks.append(f"matplotlib, for --figures: {sys.executable} -m pip install '.[lab]'")
     return lacks
 
 
@@ -109,11 +123,17 @@ def run(case: Case, kind: str, routes: Sequence[str], congestion: str, bits_per_
     network = Network(2, case.rails, bits_per_second, congestion)
     traffic = case.make(network.line_bytes_per_second)
     found: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{fabric.PREFIX}-")))
         on = stack.enter_context(KINDS[kind](network))
+        directory = Path(stack.enter_context(fabric.scratch()))
         for route in routes:
-            found[route] = measure.measure(traffic, on, route, directory)
+            try:
+                found[route] = measure.measure(traffic, on, route, directory)
+            except _FAILURES as failure:  # it costs the others nothing
+                failed[route] = _reason(failure)
+                _say(f"{case.name} {kind} {route}: failed: {failed[route]}")
+                continue
             _say(f"{case.name} {kind} {route}: {json.dumps(_brief(found[route]))}")
             for disturbance in disturbances(found[route]):
                 _say(f"{route}: {disturbance}; measure again")
@@ -128,7 +148,9 @@ def run(case: Case, kind: str, routes: Sequence[str], congestion: str, bits_per_
         "congestion": congestion,
         "window_bytes": network.window_bytes,
         "geometry": measure.GEOMETRY,
+        "cores": os.cpu_count(),
         "routes": found,
+        "failed": failed,
     }
 
 
@@ -194,6 +216,15 @@ def _listing() -> str:
             *(f"  {name:<10} {how.text}" for name, how in cases.ROUTES.items()),
         ]
     )
+
+
+def _reason(failure: BaseException | None) -> str:
+    """With what had failed before, if tidying up after it failed too."""
+    reasons = []
+    while failure is not None:
+        reasons.append(str(failure) or type(failure).__name__)
+        failure = None if failure.__suppress_context__ else failure.__context__
+    return "; after: ".join(reasons)
 
 
 def _without_series(result: dict[str, Any]) -> dict[str, Any]:
