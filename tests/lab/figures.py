@@ -40,20 +40,23 @@ def draw(result: Found, path: Path) -> None:
     for at, (title, values, text) in enumerate(_panels(routes, lossless=lossless)):
         _bars(figure.add_subplot(bars[at]), title, values, text)
     _distributions(figure, grid[1], routes)
-    kinds = [("series_received", "received, share\nof line rate", "viridis")]
+    paced = any("paced" in found for found in routes.values())
+    longest_s = max(len(series) * found["series_s"] for found in routes.values() for series in found["series_received"])
+    kinds = [("series_received", "decode NIC receives,\nshare of line rate", "viridis")]
     if lossless:
-        kinds.append(("series_paused", "sending NIC paused,\nshare of time", "magma_r"))
+        kinds.append(("series_paused", "prefill NIC paused,\nshare of time", "magma_r"))
     rows = grid[2].subgridspec(len(kinds), len(routes))
     for row, (key, text, colours) in enumerate(kinds):
         cells = [figure.add_subplot(rows[row, at]) for at in range(len(routes))]
         images = [_heat(axes, found[key], found, colours) for axes, found in zip(cells, routes.values(), strict=True)]
-        cells[0].set_ylabel("rail", fontsize=9)
+        cells[0].set_ylabel("rail (busy)" if paced else "rail", fontsize=9)
         bar = figure.colorbar(images[-1], ax=cells, pad=0.01, aspect=10)
         bar.set_label(text, fontsize=8)
         bar.ax.tick_params(labelsize=7)
         for axes, route in zip(cells, routes, strict=True):
             axes.set_title(route if row == 0 else "", fontsize=10, color=_COLOURS[route], fontweight="bold")
             axes.set_xlabel("s" if row + 1 == len(kinds) else "", fontsize=8)
+            axes.set_xlim(0, longest_s)  # so that routes can be compared
     some = next(iter(routes.values()))
     figure.suptitle(
         f"{result['case']}, {result['fabric']} fabric: {result['text']}\nNICs of {result['mbit_per_second']:g} Mbit/s,"
@@ -69,7 +72,8 @@ def _panels(routes: dict[str, Found], *, lossless: bool) -> list[tuple[str, dict
         return {route: (found[part] if part else found)[key] * scale for route, found in routes.items()}
 
     some = next(iter(routes.values()))
-    panels = [("share of line rate", of("share_of_line_rate"), ".3f")]
+    busy = " (busy)" if "paced" in some else ""
+    panels = [("share of line rate" + busy, of("share_of_line_rate"), ".3f")]
     if "victim_kept" in some:
         panels += [
             ("victim keeps, of its rate", of("victim_kept"), ".2f"),
@@ -80,13 +84,14 @@ def _panels(routes: dict[str, Found], *, lossless: bool) -> list[tuple[str, dict
             ("last layer to arrival: mean, ms", of("chunk_mean_ms"), ".0f"),
             ("last layer to arrival: p99, ms", of("chunk_p99_ms"), ".0f"),
         ]
-    panels.append(("p99 of a transfer, ms" + (" (busy)" if "paced" in some else ""), of("p99_ms"), ".0f"))
+    panels.append(("p99 of a transfer, ms" + busy, of("p99_ms"), ".0f"))
     if "paced" in some:
         panels.append(("p99 of a transfer, ms (paced)", of("p99_ms", part="paced"), ".0f"))
     if lossless:
-        panels.append(("pauses, s (all links together)", of("pause_ms", 1e-3), ".2f"))
+        panels.append(("pauses of all links, s" + busy, of("pause_ms", 1e-3), ".2f"))
     else:
-        panels += [("frames dropped", of("switch_drops"), ".0f"), ("segments sent again", of("retransmits"), ".0f")]
+        panels.append(("frames dropped" + busy, of("switch_drops"), ".0f"))
+        panels.append(("segments sent again" + busy, of("retransmits"), ".0f"))
     return panels
 
 
@@ -96,7 +101,10 @@ def _bars(axes: Axes, title: str, values: dict[str, float], text: str) -> None:
     axes.set_title(title, fontsize=9)
     axes.invert_yaxis()
     axes.tick_params(labelsize=8)
-    axes.set_xlim(0, 1.25 * (max(values.values()) or 1.0))
+    most = max(values.values())
+    axes.set_xlim(0, 1.25 * (most or 1.0))
+    if not most:
+        axes.set_xticks([0])
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -119,11 +127,12 @@ def _distributions(figure: Figure, place: Any, routes: dict[str, Found]) -> None
                 np.linspace(0, 100, len(values)),
                 color=_COLOURS[route],
                 label=route,
-                linewidth=2.4 if route == "relay" else 1.4,
+                linewidth=3.6 if route == "relay" else 1.4,
+                zorder=2.0 if route == "relay" else 2.5,  # below, and wide: where another route does as well, both show
                 linestyle="--" if route in ("matched", "relay-all") else "-",
             )
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(f"{title}, ms (log scale)", fontsize=9)
@@ -134,7 +143,7 @@ def _distributions(figure: Figure, place: Any, routes: dict[str, Found]) -> None
 
 
 def _heat(axes: Axes, series: list[list[float]], found: Found, colours: str) -> AxesImage:
-    """A row a rail, time to the right."""
+    """A row a rail, time to the right; white after the last byte."""
     shown = series[:_MOST_RAILS]
     longest = max((len(values) for values in shown), default=0)
     cells = np.array([[*values, *[np.nan] * (longest - len(values))] for values in shown])
