@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Final, Protocol
 
@@ -30,6 +31,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(child_end, make, arguments), name=name, daemon=True)
+        resource_tracker.ensure_running()  # else start() does it, and that unblocks signals
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a process that is half started cannot be ended
         try:
             self._process.start()
