@@ -160,6 +160,9 @@ class Fabric:
     def pids(self) -> list[int]:
         return []
 
+    def check(self) -> None:
+        """RuntimeError if frames do not move any more."""
+
     def describe(self) -> str:
         raise NotImplementedError
 
@@ -254,6 +257,10 @@ class Lossless(Fabric):
     @property
     def pids(self) -> list[int]:
         return [self._process.pid]
+
+    def check(self) -> None:
+        if (code := self._process.poll()) is not None:
+            raise RuntimeError(f"the switch ended with {code}")
 
     def reset(self, node_pids: Sequence[int]) -> None:
         self._pids = list(node_pids)

@@ -36,6 +36,7 @@ GEOMETRY: Final[dict[str, dict[str, object]]] = {
 }
 PREFILL, DECODE = 0, 1
 _LIMIT_S: Final = 300
+_LOOK_S: Final = 0.5
 _LEAD_NS: Final = 300_000_000
 _SETTLE_S: Final = 0.3
 _POINTS_S: Final = 0.1
@@ -70,6 +71,7 @@ class Cpu:
 def measure(traffic: Traffic, on: Fabric, route: str, directory: Path) -> dict[str, Any]:
     """``seconds``: from the first submission to the last byte placed. A route that is not verified raises."""
     plan, network, number = traffic.plan, on.network, next(_numbers)
+    on.check()
     with contextlib.ExitStack() as stack:
         nodes = Nodes(directory, limit_s=_LIMIT_S)
         stack.callback(nodes.close)
@@ -97,10 +99,10 @@ def measure(traffic: Traffic, on: Fabric, route: str, directory: Path) -> dict[s
         ]
         for engine in (*decode, *prefill):
             engine.result()
-        offers = _ask(decode, "offer")
+        offers = _ask(on, decode, "offer")
         for engine in prefill:
             engine.ask("open", offers)
-        _ask([*prefill, *decode], "fill")
+        _ask(on, [*prefill, *decode], "fill")
         time.sleep(_SETTLE_S)
         pids = [daemon.pid for daemon in daemons]
         everyone = [*pids, *on.pids, *(engine.pid for engine in (*decode, *prefill))]
@@ -109,7 +111,7 @@ def measure(traffic: Traffic, on: Fabric, route: str, directory: Path) -> dict[s
             sent_again = sum(map(fabric.retransmits, pids))
             on.reset(pids)
             before = Cpu.now(everyone)
-            done: list[list[Done]] = _ask(prefill, "play", time.monotonic_ns() + _LEAD_NS, paced)
+            done: list[list[Done]] = _ask(on, prefill, "play", time.monotonic_ns() + _LEAD_NS, paced)
             after = Cpu.now(everyone)
             figures = figures_of(traffic, network, done, on.read())
             sent_again = sum(map(fabric.retransmits, pids)) - sent_again
@@ -118,16 +120,21 @@ def measure(traffic: Traffic, on: Fabric, route: str, directory: Path) -> dict[s
         result = play(paced=False)
         if any(sender.paced for sender in traffic.senders):
             result["paced"] = play(paced=True)
-        wrong = [where or f"{bad} bytes" for bad, where in _ask(decode, "check") if bad]
+        wrong = [where or f"{bad} bytes" for bad, where in _ask(on, decode, "check") if bad]
     if wrong:
         raise RuntimeError(f"{route}: wrong bytes at decode: {'; '.join(wrong)}")
     return result
 
 
-def _ask(engines: Sequence[Worker], method: str, *arguments: object) -> list[Any]:
+def _ask(on: Fabric, engines: Sequence[Worker], method: str, *arguments: object) -> list[Any]:
+    """Their answers. Gives up at once if the fabric ends, and not when everything has timed out."""
     for engine in engines:
         engine.begin(method, *arguments)
-    return [engine.result(_LIMIT_S) for engine in engines]
+    deadline = time.monotonic() + _LIMIT_S
+    for engine in engines:
+        while not engine.has_result(_LOOK_S) and time.monotonic() < deadline:
+            on.check()
+    return [engine.result(0.0) for engine in engines]
 
 
 def figures_of(traffic: Traffic, network: Network, done: list[list[Done]], reading: Reading) -> dict[str, Any]:
