@@ -94,7 +94,7 @@ class Worker:
 
 def _serve(pipe: Connection, make: Callable[..., Closes], arguments: tuple[object, ...]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS - {signal.SIGINT})  # Ctrl-C is for the parent
-    with contextlib.suppress(EOFError, BrokenPipeError):  # the parent is gone or wants no more
+    with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone or wants no more
         good, made = _attempt(make, arguments)
         pipe.send((good, None if good else made))
         if not good:
