@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from lab.cases import How, Job, Queues, Sender
+from lab.fabric import enter
 from railrelay.client import Client
 from railrelay.client.cli import _models
 from railrelay.client.cli._models import Move, Plan
 from railrelay.client.cli.demo import DecodeEngine, PrefillEngine
 from railrelay.client.client import Route
 
-_CLONE_NEWNET: Final = 0x40000000
 _TRANSFER_S: Final = 120.0
 
 
@@ -88,14 +86,3 @@ class Receiving(DecodeEngine):
     def __init__(self, namespace: str, socket: str, rank: int, plan: Plan) -> None:
         enter(namespace)
         super().__init__(socket, rank, plan)
-
-
-def enter(namespace: str) -> None:
-    """Moves this thread, and threads that it starts, into a network namespace."""
-    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.setns(fd, _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
-    finally:
-        os.close(fd)

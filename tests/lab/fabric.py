@@ -7,6 +7,7 @@ NIC, whatever rail it is for (one routing table a NIC)."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import itertools
 import json
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +31,7 @@ MTU_BYTES: Final = 9000
 ETHERNET_BYTES: Final = 14
 
 _NAMES: Final = Path("/run/netns")
+_CLONE_NEWNET: Final = 0x40000000
 _LIMIT_S: Final = 30
 _SAMPLE_S: Final = 0.05
 _TABLE: Final = 100
@@ -198,7 +201,6 @@ class Fabric:
                     "net.ipv4.conf.default.rp_filter": 0,
                     "net.ipv4.conf.all.arp_ignore": 1,
                     "net.ipv4.conf.all.arp_announce": 2,
-                    "net.ipv4.tcp_congestion_control": self.network.congestion,
                     "net.ipv4.tcp_no_metrics_save": 1,
                     "net.ipv4.tcp_rmem": f"4096 {min(131072, window)} {window}",
                     "net.ipv4.tcp_wmem": f"4096 {min(65536, window)} {window}",
@@ -498,8 +500,25 @@ def ip(namespace: str, lines: Sequence[str]) -> None:
     _run(["ip", "-n", namespace, "-batch", "-"], "\n".join(lines) + "\n")
 
 
+def enter(namespace: str) -> None:
+    """Moves this thread, and threads that it starts, into a network namespace."""
+    fd = os.open(_NAMES / namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(fd, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+    finally:
+        os.close(fd)
+
+
 def sysctl(namespace: str, values: Mapping[str, object]) -> None:
-    _run(["ip", "netns", "exec", namespace, "sysctl", "-qw", *(f"{name}={value}" for name, value in values.items())])
+    def write() -> None:
+        enter(namespace)
+        for name, value in values.items():
+            Path("/proc/sys", *name.split(".")).write_text(str(value))
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(write).result()
 
 
 def _lock_path(pid: int) -> Path:

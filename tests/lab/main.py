@@ -7,7 +7,7 @@ a rail and a spine: "lossless" has shared buffers and priority flow control and 
 shallow queues and drops. All routes of a case run one after the other with the same traffic, and every byte is
 checked at decode.
 
-Needs root, iproute2, procps and a C compiler; --figures needs matplotlib (pip install '.[lab]')."""
+Needs root, iproute2 and a C compiler; --figures needs matplotlib (pip install '.[lab]')."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LATE_MS: Final = 40  # a stall of the machine this long empties the NICs' queue
 _OTHERS_SHARE: Final = 0.35
 _COMPILER: Final = os.environ.get("CC", "cc")
 _TUN: Final = Path("/dev/net/tun")
-_TOOLS: Final = {"iproute2": ("ip", "tc"), "procps": ("sysctl",), "gcc libc6-dev": (_COMPILER,)}
+_TOOLS: Final = {"iproute2": ("ip", "tc"), "gcc libc6-dev": (_COMPILER,)}
 _PATH: Final = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"  # of root, whoever asks
 _FAILURES: Final = (RuntimeError, RelayError, OSError, AssertionError, subprocess.SubprocessError)
 CONGESTION_CONTROLS: Final = ("reno", "bbr", "cubic")
@@ -137,7 +137,7 @@ def run(case: Case, kind: str, routes: Sequence[str], congestion: str, bits_per_
                 continue
             _say(f"{case.name} {kind} {route}: {json.dumps(_brief(found[route]))}")
             for disturbance in disturbances(found[route]):
-                _say(f"{route}: {disturbance}; measure again")
+                _say(f"{route}: {disturbance}; if its figures are odd, measure again")
         described = on.describe()
     return {
         "case": case.name,
