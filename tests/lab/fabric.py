@@ -239,9 +239,8 @@ class Lossless(Fabric):
             "xon": self.network.xon_bytes,
         }
         command = [str(binary), *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
-        nice = ["nice", "-n", "-10"] if shutil.which("nice") and os.getuid() == 0 else []
         self._process = subprocess.Popen(
-            [*nice, *command, *self.nodes], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, *self.nodes], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._stack.callback(self._end)
         self._answer()

@@ -447,6 +447,7 @@ int main(int count, char **words)
     read_options(count, words);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_TIMERSLACK, 1000);
+    sched_setscheduler(0, SCHED_FIFO, &(struct sched_param){.sched_priority = 1}); /* where it may not: late_max_ns says so */
     build();
     open_nics(words + optind);
     struct pollfd polled[MAX_PORTS + 1];
