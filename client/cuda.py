@@ -257,7 +257,7 @@ class Gpu:
     def open_ipc(self, handle: bytes, nbytes: int) -> Mapping:
         """The same for an allocation that cuMemAlloc made."""
         raw = _driver().CUipcMemHandle()
-        raw.reserved = handle
+        ctypes.memmove(raw.getPtr(), handle, IPC_BYTES)
         with self.current():
             address = int(_call("cuIpcOpenMemHandle", raw, 1))  # lazily enables access between peers
         return Mapping(address, nbytes, 0)
@@ -436,7 +436,8 @@ def handles_of(gpu: Gpu, address: int, nbytes: int) -> Handles:
         ipc = b""
         if address + nbytes <= at.base + at.nbytes:
             with contextlib.suppress(CudaError):
-                ipc = bytes(_call("cuIpcGetMemHandle", at.base).reserved)
+                raw = _call("cuIpcGetMemHandle", at.base)
+                ipc = ctypes.string_at(raw.getPtr(), IPC_BYTES)  # cuda-python hides the bytes
     return Handles(-1, ipc, address - at.base, at.nbytes, dmabuf, dmabuf_offset)
 
 
