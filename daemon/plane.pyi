@@ -5,21 +5,41 @@ thread. Calls that take a ``cookie`` are commands to rail threads: each rail add
 
 from typing import Final
 
-COMMAND_DONE: Final[int]     # (kind, rail, cookie, value, 0, 0, 0)
-CONNECT_WANTED: Final[int]   # (kind, rail, peer, remote_rail, express, epoch, 0): slices wait for a sender connection
-SENDER_LOST: Final[int]      # (kind, rail, connection, errno, peer, remote_rail, slices in flight)
-RECEIVER_LOST: Final[int]    # (kind, rail, connection, errno, session, 0, 0); 0 = clean end of stream
-RECEIVER_FENCED: Final[int]  # (kind, rail, connection, placed, 0, 0, 0): fence_acks(connection) has the results; the connection is freed
-CLIENT_DETACHED: Final[int]  # (kind, rail, client, 0, 0, 0, 0): nothing of the client is in flight on this rail any more
-VIOLATION: Final[int]        # (kind, rail, client, result, a, b, c): words that no correct client writes; conductor detaches it
-NOTE_DUE: Final[int]         # (kind, rail, client, transfer, generation, 0, 0): all slices placed, deliver its Note, then finish_note()
-TRANSFER_ENDED: Final[int]   # (kind, rail, client, transfer, generation, result, 0): only for transfers watch() asked about
+COMMAND_DONE: Final[int]  # (kind, rail, cookie, value, 0, 0, 0)
+CONNECT_WANTED: Final[int]  # (kind, rail, peer, remote_rail, express, epoch, 0): slices wait for a sender connection
+SENDER_LOST: Final[int]  # (kind, rail, connection, errno, peer, remote_rail, slices in flight)
+RECEIVER_LOST: Final[int]  # (kind, rail, connection, errno, session, 0, 0); 0 = clean end of stream
+RECEIVER_FENCED: Final[
+    int
+]  # (kind, rail, connection, placed, 0, 0, 0): fence_acks(connection) has the results; the connection is freed
+CLIENT_DETACHED: Final[
+    int
+]  # (kind, rail, client, 0, 0, 0, 0): nothing of the client is in flight on this rail any more
+VIOLATION: Final[
+    int
+]  # (kind, rail, client, result, a, b, c): words that no correct client writes; conductor detaches it
+NOTE_DUE: Final[
+    int
+]  # (kind, rail, client, transfer, generation, 0, 0): all slices placed, deliver its Note, then finish_note()
+TRANSFER_ENDED: Final[
+    int
+]  # (kind, rail, client, transfer, generation, result, 0): only for transfers watch() asked about
 
 class DataPlane:
     @property
     def event_fd(self) -> int: ...
-    def __init__(self, node_segment: memoryview, *, instance: int, max_peers: int, max_sessions: int, max_exports: int,
-                 regions_per_client: int, remotes_per_client: int, spin_us: int) -> None:
+    def __init__(
+        self,
+        node_segment: memoryview,
+        *,
+        instance: int,
+        max_peers: int,
+        max_sessions: int,
+        max_exports: int,
+        regions_per_client: int,
+        remotes_per_client: int,
+        spin_us: int,
+    ) -> None:
         """``node_segment``: the mapped, published node segment (rail, lane, client states are found through its table)."""
     def add_rail(self, *, nic: str, cpu: int) -> int:
         """nic: only "tcp" so far (ValueError names the others). Returns the rail's number; before start()."""
@@ -48,8 +68,18 @@ class DataPlane:
     def remove_region(self, client: int, region: int, cookie: int) -> None:
         """All rails answer; value = slices in flight that read it. Then finish_region_removal(busy)."""
     def finish_region_removal(self, client: int, region: int, busy: bool) -> None: ...
-    def add_remote(self, client: int, remote: int, peer: int, handle: int, nbytes: int, rail: int, owner: int, window_bytes: int,
-                   window_runs: int) -> None:
+    def add_remote(
+        self,
+        client: int,
+        remote: int,
+        peer: int,
+        handle: int,
+        nbytes: int,
+        rail: int,
+        owner: int,
+        window_bytes: int,
+        window_runs: int,
+    ) -> None:
         """rail: the peer's rail of the region; owner, window_bytes and window_runs as in protocol.RegionOpened."""
     def remove_remote(self, client: int, remote: int) -> None: ...
 
@@ -74,7 +104,9 @@ class DataPlane:
 
     # peers (sending side)
     def add_peer(self, peer: int, remote_rails: int) -> None: ...
-    def add_sender(self, rail: int, connection: int, peer: int, remote_rail: int, express: bool, epoch: int, fd: int) -> None:
+    def add_sender(
+        self, rail: int, connection: int, peer: int, remote_rail: int, express: bool, epoch: int, fd: int
+    ) -> None:
         """Hands over a connected non-blocking socket after its preamble was written; the plane owns and closes it."""
     def settle_sender(self, rail: int, connection: int, placed: int, acks: bytes, cookie: int) -> None:
         """The receiver has fenced the connection: placed slices complete, refused ones fail, others are queued again."""
