@@ -9,7 +9,7 @@
 
 #include "nic.h"
 
-static const struct rr_nic_ops *const nics[] = {&rr_tcp_nic};
+static const struct rr_nic_ops *const nics[] = {&rr_tcp_nic, &rr_emulated_nic};
 
 static void *area(const void *segment, uint32_t id)
 {
@@ -57,7 +57,7 @@ struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_pee
     return plane;
 }
 
-int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu)
+int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t bytes_per_s)
 {
     const struct rr_nic_ops *ops = NULL;
     for (size_t i = 0; i < sizeof nics / sizeof *nics; i++)
@@ -68,6 +68,7 @@ int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu)
     rail->plane = plane;
     rail->number = (int)plane->rail_count;
     rail->cpu = cpu;
+    rail->bytes_per_s = bytes_per_s;
     rail->state = &plane->rail_states[rail->number];
     rail->counters = rail->state->counters;
     rail->trace.mask = plane->node->trace_records - 1;
@@ -340,15 +341,16 @@ static void run_lease(struct rr_rail *rail, struct rr_command *command)
     done(rail, command, 0);
 }
 
-int rr_plane_lease_lane(struct rr_plane *plane, uint32_t number, uint32_t rail, int fd, uint64_t bytes, uint64_t generation, uint64_t cookie)
+int rr_plane_lease_lane(struct rr_plane *plane, uint32_t number, uint32_t rail, int fd, uint64_t base, uint64_t bytes, uint64_t generation,
+                        uint64_t cookie)
 {
     struct rr_client *client = client_at(plane, number);
     if (!client || rail >= plane->rail_count) return -ENOENT;
     struct rr_port *port = &client->ports[rail];
     if (port->lane_source.works) return -EBUSY;
     if (bytes < plane->slots * plane->slot_bytes) return -EINVAL;
-    int error = 0;
-    struct rr_mapping *memory = rr_map(fd, 0, bytes, &error);
+    int error = ENOMEM;
+    struct rr_mapping *memory = fd < 0 ? rr_made_up(base, bytes) : rr_map(fd, 0, bytes, &error);
     if (!memory) return -error;
     rr_source_init(&port->lane_source, client, plane->slots, plane->table_entries, plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 1);
     if (!port->lane_source.works) {
@@ -389,7 +391,7 @@ int rr_plane_add_bounce(struct rr_plane *plane, uint32_t number, uint32_t rail, 
     return 0;
 }
 
-int rr_plane_add_region(struct rr_plane *plane, uint32_t number, uint32_t region, int fd, uint64_t offset, uint64_t bytes)
+int rr_plane_add_region(struct rr_plane *plane, uint32_t number, uint32_t region, int fd, uint64_t base, uint64_t offset, uint64_t bytes)
 {
     struct rr_client *client = client_at(plane, number);
     if (!client || region >= plane->regions_per_client) return -ENOENT;
@@ -401,6 +403,10 @@ int rr_plane_add_region(struct rr_plane *plane, uint32_t number, uint32_t region
         at->mapping = rr_map(fd, offset - into, bytes + into, &error);
         if (!at->mapping) return -error;
         at->base = at->mapping->base + into;
+    } else if (base) {
+        at->mapping = rr_made_up(base, bytes);
+        if (!at->mapping) return -ENOMEM;
+        at->base = at->mapping->base;
     }
     at->bytes = bytes;
     rr_store_release_u32(&at->valid, 1);
@@ -587,6 +593,18 @@ int rr_plane_drop_peer(struct rr_plane *plane, uint32_t peer, uint32_t result, u
     return 0;
 }
 
+static void run_fail_nic(struct rr_rail *rail, struct rr_command *command)
+{
+    if (rail->nic->ops->fail) rail->nic->ops->fail(rail->nic, (uint32_t)command->a);
+}
+
+int rr_plane_fail_nic(struct rr_plane *plane, uint32_t rail, uint32_t result)
+{
+    if (rail >= plane->rail_count) return -ENOENT;
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_fail_nic, .a = result});
+    return 0;
+}
+
 struct holder_query {
     struct rr_rail *rail;
     struct rr_client *client;
@@ -724,25 +742,29 @@ int rr_plane_add_export(struct rr_plane *plane, uint32_t handle, uint32_t sessio
     return 0;
 }
 
-/* Answers once the client has copied what lies in its bounce memory now. */
-static void done_once_emptied(struct rr_rail *rail, struct rr_command *command)
+/* Refuses what comes; answers once the client has copied what lies in its bounce memory now, and the NIC has ended what
+ * it was writing. */
+static void refuse(struct rr_rail *rail, struct rr_command *command, uint32_t handle, uint64_t tag, uint32_t result)
 {
-    struct rr_client *client = rail->by_number[command->a];
+    const struct rr_nic_ops *ops = rail->nic->ops;
+    uint32_t number = (uint32_t)command->a;
+    ops->refuse(rail->nic, number, handle, tag, result);
+    struct rr_client *client = rail->by_number[number];
     struct rr_bouncer *bouncer = client ? &client->ports[rail->number].bouncer : NULL;
-    if (!bouncer || !bouncer->shared || bouncer->filled == bouncer->reclaimed) {
+    int bounced = bouncer && bouncer->shared && bouncer->filled != bouncer->reclaimed;
+    if (!bounced && !(ops->landing && ops->landing(rail->nic, number, handle, tag))) {
         done(rail, command, 0);
         return;
     }
     struct rr_deferred *deferred = malloc(sizeof *deferred);
     if (!deferred) abort();
-    *deferred = (struct rr_deferred){rail->deferred, (uint32_t)command->a, command->cookie, bouncer->filled};
+    *deferred = (struct rr_deferred){rail->deferred, number, handle, command->cookie, bounced ? bouncer->filled : 0, tag};
     rail->deferred = deferred;
 }
 
 static void run_remove_export(struct rr_rail *rail, struct rr_command *command)
 {
-    rail->nic->ops->refuse(rail->nic, (uint32_t)command->a, (uint32_t)command->b, 0, RR_REGION_GONE);
-    done_once_emptied(rail, command);
+    refuse(rail, command, (uint32_t)command->b, 0, RR_REGION_GONE);
 }
 
 int rr_plane_remove_export(struct rr_plane *plane, uint32_t handle, uint64_t cookie)
@@ -756,8 +778,7 @@ int rr_plane_remove_export(struct rr_plane *plane, uint32_t handle, uint64_t coo
 
 static void run_tombstone(struct rr_rail *rail, struct rr_command *command)
 {
-    rail->nic->ops->refuse(rail->nic, (uint32_t)command->a, RR_NONE, command->b, RR_ABORTED);
-    done_once_emptied(rail, command);
+    refuse(rail, command, RR_NONE, command->b, RR_ABORTED);
 }
 
 static uint64_t *tombstone_word(struct rr_tombstones *set, uint64_t tag)

@@ -95,9 +95,23 @@ struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error)
     return mapping;
 }
 
+struct rr_mapping *rr_made_up(uint64_t base, uint64_t bytes)
+{
+    struct rr_mapping *mapping = calloc(1, sizeof *mapping);
+    if (!mapping) return NULL;
+    mapping->base = (uint8_t *)(uintptr_t)base;
+    mapping->bytes = bytes;
+    mapping->guard = RR_NONE;
+    return mapping;
+}
+
 void rr_unmap(struct rr_mapping *mapping)
 {
     if (!mapping) return;
+    if (mapping->guard == RR_NONE) {
+        free(mapping);
+        return;
+    }
     pthread_mutex_lock(&guards_lock);
     rr_store_release_u64(&guards[mapping->guard].bytes, 0);
     pthread_mutex_unlock(&guards_lock);

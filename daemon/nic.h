@@ -32,6 +32,10 @@ struct rr_nic_ops {
     void (*fence)(struct rr_nic *nic, struct rr_connection *connection);
     /* Receiver: frames under way to this export (or with this tag to this client) are refused from now on. */
     void (*refuse)(struct rr_nic *nic, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result);
+    /* Receiver: may bytes of refused frames still land? NULL: never, once refuse has returned. */
+    int (*landing)(struct rr_nic *nic, uint32_t client, uint32_t handle, uint64_t tag);
+    /* The NIC is of no use any more: everything posted, now and later, ends with this result. NULL: cannot happen. */
+    void (*fail)(struct rr_nic *nic, uint32_t result);
     /* Ends work that is stopped and of which the receiver has nothing yet. */
     void (*purge)(struct rr_nic *nic);
     /* The client has left: lets go of its memory as soon as the NIC does not read it any more. */
@@ -55,6 +59,8 @@ struct rr_nic {
 struct epoll_event;
 int rr_epoll_wait(int epoll_fd, struct epoll_event *events, int max, int64_t timeout_ns);
 
-extern const struct rr_nic_ops rr_tcp_nic;
+extern const struct rr_nic_ops rr_tcp_nic, rr_emulated_nic;
+
+int rr_emulated_ring_fd(struct rr_nic *nic); /* emulated_ring.h; -1: another NIC */
 
 #endif

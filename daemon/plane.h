@@ -42,7 +42,8 @@ struct rr_event {
     int64_t kind, rail, a, b, c, d, e;
 };
 
-/* A file mapping whose file may be truncated by its owner: guard.c turns the SIGBUS into zero pages and `broken`. */
+/* A file mapping whose file may be truncated by its owner: guard.c turns the SIGBUS into zero pages and `broken`. Or, with
+ * guard RR_NONE, made-up addresses of memory that only a NIC can reach: bit 63 is set, nobody dereferences them. */
 struct rr_mapping {
     uint8_t *base;
     uint64_t bytes;
@@ -252,11 +253,12 @@ struct rr_command {
     uint64_t pointer_bytes;
 };
 
-/* An answer that waits until the client has emptied its bounce memory up to a position. */
+/* An answer that waits until the client has emptied its bounce memory up to a position, and until the NIC writes
+ * nothing of what is refused. */
 struct rr_deferred {
     struct rr_deferred *next;
-    uint32_t client;
-    uint64_t cookie, until;
+    uint32_t client, handle;
+    uint64_t cookie, until, tag;
 };
 
 struct rr_rail {
@@ -273,6 +275,7 @@ struct rr_rail {
     struct rr_deferred *deferred;
     struct rr_trace_writer trace;
     uint64_t now_ns; /* 0: not known (rr_rail_now) */
+    uint64_t bytes_per_s; /* emulated NIC */
     int number, cpu, kick_fd;
     uint32_t stop;
     pthread_t thread;
@@ -318,7 +321,8 @@ struct rr_holder {
 /* ---- control.c: main thread ---- */
 struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
                                  uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns);
-int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu); /* rail or -errno */
+int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t bytes_per_s); /* rail or -errno */
+int rr_plane_fail_nic(struct rr_plane *plane, uint32_t rail, uint32_t result);
 int rr_plane_start(struct rr_plane *plane);
 void rr_plane_stop(struct rr_plane *plane);
 void rr_plane_free(struct rr_plane *plane);
@@ -327,9 +331,12 @@ uint32_t rr_plane_take_events(struct rr_plane *plane, struct rr_event *out, uint
 int rr_plane_attach_client(struct rr_plane *plane, uint32_t client, uint32_t serial, int fd, uint64_t bytes, uint64_t cookie);
 int rr_plane_detach_client(struct rr_plane *plane, uint32_t client);
 void rr_plane_release_client(struct rr_plane *plane, uint32_t client);
-int rr_plane_lease_lane(struct rr_plane *plane, uint32_t client, uint32_t rail, int fd, uint64_t bytes, uint64_t generation, uint64_t cookie);
+/* fd -1: memory that is not mapped here, at a made-up base. */
+int rr_plane_lease_lane(struct rr_plane *plane, uint32_t client, uint32_t rail, int fd, uint64_t base, uint64_t bytes, uint64_t generation,
+                        uint64_t cookie);
 int rr_plane_add_bounce(struct rr_plane *plane, uint32_t client, uint32_t rail, int fd, uint64_t bytes, uint64_t cookie);
-int rr_plane_add_region(struct rr_plane *plane, uint32_t client, uint32_t region, int fd, uint64_t offset, uint64_t bytes);
+/* fd -1: private memory (base 0), or memory that is not mapped here, at a made-up base. */
+int rr_plane_add_region(struct rr_plane *plane, uint32_t client, uint32_t region, int fd, uint64_t base, uint64_t offset, uint64_t bytes);
 int rr_plane_remove_region(struct rr_plane *plane, uint32_t client, uint32_t region, uint64_t cookie);
 void rr_plane_finish_region_removal(struct rr_plane *plane, uint32_t client, uint32_t region, int busy);
 int rr_plane_add_remote(struct rr_plane *plane, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
@@ -356,6 +363,8 @@ uint32_t rr_plane_holders_result(struct rr_plane *plane, uint64_t cookie, struct
 /* ---- guard.c: any thread ---- */
 int rr_guard_install(void);
 struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error);
+/* Addresses that only a NIC understands, as a mapping. NULL: no memory. */
+struct rr_mapping *rr_made_up(uint64_t base, uint64_t bytes);
 void rr_unmap(struct rr_mapping *mapping);
 /* After EFAULT from a system call: replaces the mapping that holds the address by zero pages. 0 if none does. */
 int rr_guard_patch(const void *address);
@@ -409,6 +418,9 @@ static inline void rr_work_posted(struct rr_rail *rail, struct rr_work *work)
     work->state = RR_WORK_POSTED;
     work->posted_ns = rr_rail_now(rail);
 }
+
+/* ---- any rail thread ---- */
+int rr_has_tombstone(const struct rr_client *client, uint64_t tag);
 
 static inline uint64_t rr_tombstone_hash(uint64_t tag) { return (tag * 0x9e3779b97f4a7c15ull >> 40) % (2 * RR_TOMBSTONES); }
 

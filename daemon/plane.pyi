@@ -41,8 +41,12 @@ class DataPlane:
         spin_us: int,
     ) -> None:
         """``node_segment``: the mapped, published node segment (rail, lane, client states are found through its table)."""
-    def add_rail(self, *, nic: str, cpu: int) -> int:
-        """nic: only "tcp" so far (ValueError names the others). Returns the rail's number; before start()."""
+    def add_rail(self, *, nic: str, cpu: int, bytes_per_s: int = 0) -> int:
+        """nic: "tcp", or "emulated" with its rate (ValueError names them). Returns the rail's number; before start()."""
+    def emulated_fds(self, rail: int) -> tuple[int, int]:
+        """Memory that the rail shares with its helper process, and the rail's kick eventfd; the plane's. -1: no emulated NIC."""
+    def fail_nic(self, rail: int, result: int) -> None:
+        """The emulated NIC's helper process has ended: what the rail has posted, and will, ends with ``result``."""
     def start(self) -> None: ...
     def stop(self) -> None:
         """Stops the threads, closes every connection. Idempotent."""
@@ -57,10 +61,15 @@ class DataPlane:
         """No new slices are taken; queued ones are dropped; CLIENT_DETACHED comes from every rail once posted ones ended."""
     def release_client(self, client: int) -> None:
         """Unmaps everything of a client whose CLIENT_DETACHED came from all rails."""
-    def lease_lane(self, client: int, rail: int, fd: int, nbytes: int, generation: int, cookie: int) -> None: ...
+    def lease_lane(self, client: int, rail: int, fd: int, nbytes: int, generation: int, cookie: int, *, base: int = 0) -> None:
+        """fd -1: memory that only the rail's NIC reaches, known under the made-up address ``base`` (bit 63 is set)."""
+    def lane_base(self, client: int, rail: int) -> int:
+        """Address under which the rail's NIC is told of a leased lane. KeyError."""
     def add_bounce(self, client: int, rail: int, fd: int, nbytes: int, cookie: int) -> None: ...
-    def add_region(self, client: int, region: int, fd: int, offset: int, nbytes: int) -> None:
-        """fd -1: private memory. OSError if it cannot be mapped."""
+    def add_region(self, client: int, region: int, fd: int, offset: int, nbytes: int, *, base: int = 0) -> None:
+        """fd -1: private memory, or with a made-up ``base`` as in lease_lane(). OSError if it cannot be mapped."""
+    def region_base(self, client: int, region: int) -> int:
+        """Address under which NICs are told of it; 0 for private memory. KeyError."""
     def prefault_region(self, client: int, region: int) -> None:
         """Maps the pages of a shared region now instead of on first use. Without the GIL; for a worker thread."""
     def prefault_rail(self, client: int, rail: int) -> None:

@@ -17,6 +17,7 @@ cdef extern from "plane.h" nogil:
         RR_EVENT_NOTE_DUE
         RR_EVENT_TRANSFER_ENDED
         RR_WINDOW
+        RR_NONE
     struct rr_event:
         int64_t kind, rail, a, b, c, d, e
     struct rr_ack:
@@ -30,8 +31,10 @@ cdef extern from "plane.h" nogil:
     struct rr_mapping:
         uint8_t *base
         uint64_t bytes
+        uint32_t guard
     struct rr_region:
         rr_mapping *mapping
+        uint8_t *base
     struct rr_bouncer:
         rr_mapping *memory
     struct rr_port:
@@ -43,13 +46,20 @@ cdef extern from "plane.h" nogil:
         uint32_t transfer_count
         rr_region *regions
         rr_port *ports
+    struct rr_nic:
+        pass
+    struct rr_rail:
+        rr_nic *nic
+        int kick_fd
     struct rr_plane:
+        rr_rail *rails
         int event_fd
         uint32_t rail_count, max_clients, regions_per_client
         rr_client **clients
     rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
                               uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns)
-    int rr_plane_add_rail(rr_plane *, const char *nic, int cpu)
+    int rr_plane_add_rail(rr_plane *, const char *nic, int cpu, uint64_t bytes_per_s)
+    int rr_plane_fail_nic(rr_plane *, uint32_t rail, uint32_t result)
     int rr_plane_start(rr_plane *)
     void rr_plane_stop(rr_plane *)
     void rr_plane_free(rr_plane *)
@@ -57,9 +67,10 @@ cdef extern from "plane.h" nogil:
     int rr_plane_attach_client(rr_plane *, uint32_t client, uint32_t serial, int fd, uint64_t bytes, uint64_t cookie)
     int rr_plane_detach_client(rr_plane *, uint32_t client)
     void rr_plane_release_client(rr_plane *, uint32_t client)
-    int rr_plane_lease_lane(rr_plane *, uint32_t client, uint32_t rail, int fd, uint64_t bytes, uint64_t generation, uint64_t cookie)
+    int rr_plane_lease_lane(rr_plane *, uint32_t client, uint32_t rail, int fd, uint64_t base, uint64_t bytes, uint64_t generation,
+                            uint64_t cookie)
     int rr_plane_add_bounce(rr_plane *, uint32_t client, uint32_t rail, int fd, uint64_t bytes, uint64_t cookie)
-    int rr_plane_add_region(rr_plane *, uint32_t client, uint32_t region, int fd, uint64_t offset, uint64_t bytes)
+    int rr_plane_add_region(rr_plane *, uint32_t client, uint32_t region, int fd, uint64_t base, uint64_t offset, uint64_t bytes)
     int rr_plane_remove_region(rr_plane *, uint32_t client, uint32_t region, uint64_t cookie)
     void rr_plane_finish_region_removal(rr_plane *, uint32_t client, uint32_t region, int busy)
     int rr_plane_add_remote(rr_plane *, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
@@ -85,6 +96,9 @@ cdef extern from "plane.h" nogil:
     int rr_transfer_report_unsettled(rr_client *, uint32_t transfer, uint32_t generation)
     int rr_transfer_finish_note(rr_client *, uint32_t transfer, uint32_t generation, uint32_t result)
     int rr_transfer_watch(rr_client *, uint32_t transfer, uint32_t generation)
+
+cdef extern from "nic.h" nogil:
+    int rr_emulated_ring_fd(rr_nic *)
 
 cdef extern from "atomics.h" nogil:
     uint64_t rr_load_acquire_u64(const uint64_t *)
@@ -153,12 +167,12 @@ cdef class DataPlane:
     cdef rr_client *client(self, uint32_t client) noexcept:
         return self.plane.clients[client] if client < self.plane.max_clients else NULL
 
-    def add_rail(self, *, nic, int cpu):
+    def add_rail(self, *, nic, int cpu, uint64_t bytes_per_s=0):
         try:
-            return check(rr_plane_add_rail(self.plane, nic.encode(), cpu))
+            return check(rr_plane_add_rail(self.plane, nic.encode(), cpu, bytes_per_s))
         except OSError as error:
             if error.errno == 95:
-                raise ValueError(f'nic: {nic!r} is not one of "tcp"') from None
+                raise ValueError(f'nic: {nic!r} is not one of "tcp", "emulated"') from None
             raise
 
     def start(self):
@@ -189,21 +203,44 @@ cdef class DataPlane:
     def release_client(self, uint32_t client):
         rr_plane_release_client(self.plane, client)
 
-    def lease_lane(self, uint32_t client, uint32_t rail, int fd, uint64_t nbytes, uint64_t generation, uint64_t cookie):
-        check(rr_plane_lease_lane(self.plane, client, rail, fd, nbytes, generation, cookie))
+    def emulated_fds(self, uint32_t rail):
+        if rail >= self.plane.rail_count:
+            raise IndexError(rail)
+        return rr_emulated_ring_fd(self.plane.rails[rail].nic), self.plane.rails[rail].kick_fd
+
+    def fail_nic(self, uint32_t rail, uint32_t result):
+        check(rr_plane_fail_nic(self.plane, rail, result))
+
+    def lease_lane(self, uint32_t client, uint32_t rail, int fd, uint64_t nbytes, uint64_t generation, uint64_t cookie, *,
+                   uint64_t base=0):
+        check(rr_plane_lease_lane(self.plane, client, rail, fd, base, nbytes, generation, cookie))
+
+    def lane_base(self, uint32_t client, uint32_t rail):
+        cdef rr_client *at = self.client(client)
+        if at is NULL or rail >= self.plane.rail_count or at.ports[rail].lane_memory is NULL:
+            raise KeyError((client, rail))
+        return <uint64_t> at.ports[rail].lane_memory.base
 
     def add_bounce(self, uint32_t client, uint32_t rail, int fd, uint64_t nbytes, uint64_t cookie):
         check(rr_plane_add_bounce(self.plane, client, rail, fd, nbytes, cookie))
 
-    def add_region(self, uint32_t client, uint32_t region, int fd, uint64_t offset, uint64_t nbytes):
-        check(rr_plane_add_region(self.plane, client, region, fd, offset, nbytes))
+    def add_region(self, uint32_t client, uint32_t region, int fd, uint64_t offset, uint64_t nbytes, *, uint64_t base=0):
+        check(rr_plane_add_region(self.plane, client, region, fd, base, offset, nbytes))
+
+    def region_base(self, uint32_t client, uint32_t region):
+        cdef rr_client *at = self.client(client)
+        if at is NULL or region >= self.plane.regions_per_client:
+            raise KeyError((client, region))
+        return <uint64_t> at.regions[region].base
 
     def remove_region(self, uint32_t client, uint32_t region, uint64_t cookie):
         check(rr_plane_remove_region(self.plane, client, region, cookie))
 
     def prefault_region(self, uint32_t client, uint32_t region):
         cdef rr_client *at = self.client(client)
-        if at is not NULL and region < self.plane.regions_per_client and at.regions[region].mapping is not NULL:
+        if at is NULL or region >= self.plane.regions_per_client:
+            return
+        if at.regions[region].mapping is not NULL and at.regions[region].mapping.guard != RR_NONE:
             prefault(at.regions[region].mapping.base, at.regions[region].mapping.bytes)
 
     def prefault_rail(self, uint32_t client, uint32_t rail):
@@ -213,7 +250,7 @@ cdef class DataPlane:
         # Both are read before the GIL is given up: the client may be released meanwhile.
         cdef rr_mapping[2] found
         found[0].bytes = found[1].bytes = 0
-        if at.ports[rail].lane_memory is not NULL:
+        if at.ports[rail].lane_memory is not NULL and at.ports[rail].lane_memory.guard != RR_NONE:
             found[0] = at.ports[rail].lane_memory[0]
         if at.ports[rail].bouncer.memory is not NULL:
             found[1] = at.ports[rail].bouncer.memory[0]

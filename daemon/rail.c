@@ -280,6 +280,20 @@ void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
     rr_wake_feeder(client);
 }
 
+int rr_has_tombstone(const struct rr_client *client, uint64_t tag)
+{
+    const struct rr_tombstones *set = rr_load_acquire_pointer((void *const *)&client->tombstones);
+    /* Two sets are enough: a third may be on its way out. */
+    for (int sets = 0; set && tag && sets < 2; set = set->older, sets++) {
+        for (uint64_t at = rr_tombstone_hash(tag);; at = (at + 1) % (2 * RR_TOMBSTONES)) {
+            uint64_t seen = rr_load_relaxed_u64(&set->tags[at]);
+            if (seen == tag) return 1;
+            if (!seen) break;
+        }
+    }
+    return 0;
+}
+
 /* ---- the cycle ---- */
 
 int rr_epoll_wait(int epoll_fd, struct epoll_event *events, int max, int64_t timeout_ns)
@@ -333,7 +347,9 @@ static int reclaim(struct rr_rail *rail)
     while (*link) {
         struct rr_deferred *deferred = *link;
         struct rr_client *client = rail->by_number[deferred->client];
-        if (client && client->ports[rail->number].bouncer.reclaimed < deferred->until) {
+        const struct rr_nic_ops *ops = rail->nic->ops;
+        int waits = client && client->ports[rail->number].bouncer.reclaimed < deferred->until;
+        if (waits || (ops->landing && ops->landing(rail->nic, deferred->client, deferred->handle, deferred->tag))) {
             link = &deferred->next;
             continue;
         }

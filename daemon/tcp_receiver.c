@@ -67,20 +67,6 @@ void tcp_acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequ
     tcp_queue_reply(nic, c, REPLY_DONE, code, sequence, 0, window);
 }
 
-static int tombstone(const struct rr_client *client, uint64_t tag)
-{
-    const struct rr_tombstones *set = rr_load_acquire_pointer((void *const *)&client->tombstones);
-    /* Two sets are enough: a third may be on its way out. */
-    for (int sets = 0; set && tag && sets < 2; set = set->older, sets++) {
-        for (uint64_t at = rr_tombstone_hash(tag);; at = (at + 1) % (2 * RR_TOMBSTONES)) {
-            uint64_t seen = rr_load_relaxed_u64(&set->tags[at]);
-            if (seen == tag) return 1;
-            if (!seen) break;
-        }
-    }
-    return 0;
-}
-
 /* Checks every run of the frame; the result decides whether any byte of it is placed. */
 static uint16_t check_runs(struct rr_rail *rail, struct rr_connection *c)
 {
@@ -124,7 +110,7 @@ static uint16_t check_runs(struct rr_rail *rail, struct rr_connection *c)
     if (total != c->in.bytes) return RR_PROTOCOL;
     struct rr_client *owner = rail->by_number[c->in.owner];
     if (!owner) return RR_REGION_GONE;
-    if (!result && tombstone(owner, c->in.tag)) result = RR_ABORTED;
+    if (!result && rr_has_tombstone(owner, c->in.tag)) result = RR_ABORTED;
     return result;
 }
 

@@ -407,7 +407,11 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the ABI is little-end
     X(VIOLATIONS, "violations") \
     X(TRANSFERS_DONE, "transfers_done") \
     X(TRANSFERS_FAILED, "transfers_failed") \
-    X(WINDOW_FULL, "window_full")
+    X(WINDOW_FULL, "window_full") \
+    X(NIC_BUSY_NS, "nic_busy_ns") \
+    X(NIC_ACTIVE_NS, "nic_active_ns") \
+    X(NIC_LATE_COPIES, "nic_late_copies") \
+    X(NIC_LATE_MAX_NS, "nic_late_max_ns")
 
 #define RR_COUNTER_ID(id, label) RR_RAIL_##id,
 enum rr_rail_counter { RR_RAIL_COUNTERS(RR_COUNTER_ID) RR_RAIL_COUNTER_COUNT };
