@@ -231,6 +231,12 @@ class Gpu:
         self._undo.append(("cuMemHostUnregister", address))
         return known
 
+    def host_unregister(self, address: int) -> None:
+        """Takes back host_register(). What the GPU does with the memory must have ended."""
+        self._undo.remove(("cuMemHostUnregister", address))
+        with self.current():
+            _call("cuMemHostUnregister", address)
+
     def alloc(self, nbytes: int) -> int:
         """Address of new memory of this GPU."""
         with self.current():

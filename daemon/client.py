@@ -26,8 +26,10 @@ class Region:
     address: int
     nbytes: int
     rail: int
-    shared: bool
+    direct: bool  # the rail's NIC reads and writes it itself
     receive: bool
+    memory: int = 0  # number by which helpers of emulated NICs know it; 0: they do not
+    kind: str = "host"  # or "vmm", "ipc": what kind of memory that is
 
 
 @dataclass(eq=False)

@@ -232,6 +232,7 @@ class Clients:
             ctx.plane.detach_client(client.row)
             await self._drained(client)
         await withdrawal  # until then a rail may be placing a frame in the client's memory
+        await self._requests.forget_memory(client)
         if client.on_plane:
             ctx.plane.release_client(client.row)
             self._transfers.client_released(client.row)

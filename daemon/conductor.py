@@ -17,7 +17,7 @@ import time
 from typing import Any, Final
 
 from railrelay.client import protocol
-from railrelay.client.errors import ErrorCode
+from railrelay.client.errors import ErrorCode, Result
 from railrelay.daemon import plane
 from railrelay.daemon.client import Client, Region
 from railrelay.daemon.client_socket import ClientServer
@@ -25,6 +25,7 @@ from railrelay.daemon.clients import Clients
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.config import Config
 from railrelay.daemon.context import Context
+from railrelay.daemon.emulated import Helper, Helpers
 from railrelay.daemon.instance import Instance
 from railrelay.daemon.node_state import NodeState
 from railrelay.daemon.peers import Peers
@@ -70,11 +71,17 @@ class Conductor:
         closing(self._state.close)
         self._plane = self._new_plane(instance)
         closing(self._plane.stop)
+        helpers = Helpers()
+        closing(helpers.close)
+        identities = [facts.identity for facts in rails.facts]
+        await helpers.start(config.rail, identities, self._plane.emulated_fds, self._helper_ended)
+        commands = Commands(len(rails.facts))
         self.ctx = Context(
-            config, names, instance, self.session, rails.facts, self._state, self._plane, Commands(len(rails.facts))
+            config, names, instance, self.session, rails.facts, self._state, self._plane, commands, helpers
         )
         self._build(rails)
         closing(self._clients.close)
+        closing(helpers.close)
         closing(self._plane.stop)  # before the memory of clients goes
         self._open.push_async_callback(self.ctx.close_tasks)
         closing(self.ctx.commands.close)
@@ -104,7 +111,7 @@ class Conductor:
             spin_us=config.spin_us,
         )
         for rail in config.rail:
-            made.add_rail(nic=rail.nic, cpu=rail.cpu)
+            made.add_rail(nic=rail.nic, cpu=rail.cpu, bytes_per_s=int(rail.rate_gbit * 1e9 / 8))
         made.start()
         return made
 
@@ -145,6 +152,10 @@ class Conductor:
                 self._note_due(a, b, c)
             case plane.TRANSFER_ENDED:
                 self._transfers.ended(a, b, c)
+
+    def _helper_ended(self, helper: Helper) -> None:
+        self._error(ErrorCode.RAIL_DOWN, f"rail {helper.name}: emulated NIC: {helper.failure}; restart the daemon")
+        self._plane.fail_nic(helper.rail, Result.RAIL_DOWN)
 
     def _note_due(self, row: int, transfer: int, generation: int) -> None:
         client = self._clients.by_row.get(row)

@@ -78,7 +78,10 @@ EXAMPLE: Final = """\
 [[rail]]
 address = "127.0.0.1"
 # identity = "rail0"            # both daemons of a pair compare it; default rail<position>
-# nic = "tcp"
+# nic = "tcp"                   # "emulated", for measurements and tests only: a process copies inside this node
+# rate_gbit = 400               # emulated: Gbit/s
+# memory = "host"               # emulated: relay memory; "device": memory of the GPU that `gpu` names
+# gpu = ""                      # emulated, memory = "device": UUID, "GPU-...", or number
 # cpu = -1                      # core that the rail's thread is pinned to; -1: none
 # port = 0                      # 0: the kernel chooses
 """
@@ -168,6 +171,9 @@ class Rail(_Section, frozen=True):
     address: str
     identity: str = ""
     nic: str = "tcp"
+    rate_gbit: float = 400
+    memory: str = "host"
+    gpu: str | int = ""
     cpu: int = -1
     port: int = 0
 
@@ -236,7 +242,11 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "tcp.user_timeout_s": (1, 3600),
     "data.spin_us": (-1, 1_000_000),
 }
-_RAIL_RANGES: Final[dict[str, tuple[int, int]]] = {"cpu": (-1, 4095), "port": (0, 65535)}
+_RAIL_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "cpu": (-1, 4095),
+    "port": (0, 65535),
+    "rate_gbit": (0.001, 10_000),
+}
 
 
 def load(path: Path | None) -> Config:
@@ -327,7 +337,15 @@ def _check_rail(config: Config, index: int) -> None:
     address = _address(rail.address)
     usable = address is not None and not address.is_unspecified and not address.is_multicast
     _demand(usable, f"{name}.address", rail.address, "the IPv4 or IPv6 address of the rail's interface")
-    _demand(rail.nic == "tcp", f"{name}.nic", rail.nic, 'one of "tcp"')
+    _demand(rail.nic in ("tcp", "emulated"), f"{name}.nic", rail.nic, 'one of "tcp", "emulated"')
+    memories = ("host", "device") if rail.nic == "emulated" else ("host",)
+    expected = " or ".join(map(_shown, memories))
+    _demand(rail.memory in memories, f"{name}.memory", rail.memory, f"{expected} with nic = {_shown(rail.nic)}")
+    if rail.memory == "device":
+        named = isinstance(rail.gpu, int) or rail.gpu.isdecimal() or rail.gpu.startswith("GPU-")
+        _demand(named, f"{name}.gpu", rail.gpu, 'a UUID, "GPU-...", or number, as memory = "device"')
+    else:
+        _demand(rail.gpu == "", f"{name}.gpu", rail.gpu, 'none without memory = "device"')
     for option, (least, most) in _RAIL_RANGES.items():
         _check_range(f"{name}.{option}", getattr(rail, option), least, most)
     cores = sorted(os.sched_getaffinity(0))

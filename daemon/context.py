@@ -11,6 +11,7 @@ from railrelay.client.errors import ErrorCode
 from railrelay.client.protocol import RailFacts
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.config import Config
+from railrelay.daemon.emulated import Helpers
 from railrelay.daemon.instance import Instance
 from railrelay.daemon.node_state import NodeState
 from railrelay.daemon.plane import DataPlane
@@ -33,6 +34,7 @@ class Context:
     state: NodeState
     plane: DataPlane
     commands: Commands
+    helpers: Helpers
     draining: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

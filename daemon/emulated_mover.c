@@ -12,6 +12,9 @@
 #define COPY_STEP_BYTES (256u << 10) /* host copies look at the clock in between */
 #define SPIN_NS 60000u               /* a sleep may last this much longer than asked for */
 #define IDLE_SPIN_NS 20000u
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 
 int re_open(struct re_mover *m, int ring_fd, int kick_fd)
 {
@@ -85,6 +88,7 @@ int re_add_file(struct re_mover *m, uint64_t id, uint64_t base, uint64_t bytes, 
     struct rr_mapping *mapping = rr_map(fd, offset - into, bytes + into, &error);
     if (!mapping) return -error;
     *here = (uint64_t)(uintptr_t)mapping->base + into;
+    madvise(mapping->base, mapping->bytes, MADV_POPULATE_WRITE); /* refused before Linux 5.14 */
     error = insert(m, (struct re_memory){base, bytes, *here, mapping, id});
     if (error) rr_unmap(mapping);
     return error;

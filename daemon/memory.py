@@ -19,6 +19,8 @@ class Memory:
     name: str
     fd: int
     nbytes: int
+    number: int = 0  # by which the helper of an emulated NIC knows it; 0: it does not
+    device: str = ""  # UUID of the GPU whose memory it is
 
     def close_fd(self) -> None:
         if self.fd >= 0:

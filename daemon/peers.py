@@ -71,7 +71,7 @@ class Sender:
     peer: Peer
     rail: int
     remote_rail: int
-    connection: int  # as the receiver numbers it
+    connection: int | None  # as the receiver numbers it; None: the emulated NIC has no receiver
 
 
 class Peers:
@@ -311,6 +311,9 @@ class Peers:
 
     async def _connect_rail(self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int) -> None:
         ctx, deadline, pause_s = self._ctx, time.monotonic() + self._ctx.config.timeouts.connect_s, FIRST_PAUSE_S
+        if "emulated" in (ctx.rails[rail].nic, peer.rails[remote_rail].nic):
+            self._connect_emulated(peer, rail, remote_rail, express, epoch)
+            return
         while not peer.gone:
             remaining = max(0.05, deadline - time.monotonic())
             try:
@@ -335,11 +338,7 @@ class Peers:
                     return
                 ctx.state.error(ErrorCode.RAIL_DOWN, failure.text)
                 if time.monotonic() >= deadline:
-                    ctx.commands.send(
-                        lambda cookie: ctx.plane.fail_path(
-                            rail, peer.row, remote_rail, express, Result.RAIL_DOWN, cookie
-                        )
-                    )
+                    self._fail_path(peer, rail, remote_rail, express)
                     return
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1.0)
@@ -351,6 +350,28 @@ class Peers:
             self._senders[number] = Sender(peer, rail, remote_rail, token.connection)
             ctx.plane.add_sender(rail, number, peer.row, remote_rail, express, epoch, sender.detach())
             return
+
+    def _connect_emulated(self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int) -> None:
+        """There is nothing to connect: the emulated NIC copies between clients of this daemon."""
+        ctx = self._ctx
+        local, remote = ctx.rails[rail], peer.rails[remote_rail]
+        if peer.instance == ctx.instance and local.nic == remote.nic:
+            number = next(self._sender_ids)
+            self._senders[number] = Sender(peer, rail, remote_rail, None)
+            ctx.plane.add_sender(rail, number, peer.row, remote_rail, express, epoch, -1)
+            return
+        ctx.state.error(
+            ErrorCode.RAIL_DOWN,
+            f"rail {local.identity} ({local.nic}) to {remote.identity} ({remote.nic}) of {peer.session}: the emulated"
+            " NIC only reaches clients of its own daemon",
+        )
+        self._fail_path(peer, rail, remote_rail, express)
+
+    def _fail_path(self, peer: Peer, rail: int, remote_rail: int, express: bool) -> None:
+        plane = self._ctx.plane
+        self._ctx.commands.send(
+            lambda cookie: plane.fail_path(rail, peer.row, remote_rail, express, Result.RAIL_DOWN, cookie)
+        )
 
     def sender_lost(self, number: int, error: int) -> None:
         sender = self._senders.get(number)
@@ -366,12 +387,16 @@ class Peers:
         self._ctx.spawn(self._settle(number, sender), f"fence of rail {sender.rail} at {peer.session}")
 
     async def _settle(self, number: int, sender: Sender) -> None:
-        peer, plane = sender.peer, self._ctx.plane
+        peer, plane, connection = sender.peer, self._ctx.plane, sender.connection
+        if connection is None:  # nothing is posted any more
+            await self._ctx.commands.send(partial(plane.settle_sender, sender.rail, number, 0, b""))
+            self._senders.pop(number, None)
+            return
         while not peer.gone:
             try:
                 fenced = await self.ask(
                     peer,
-                    lambda n: protocol.FenceRail(n, sender.connection),
+                    lambda n: protocol.FenceRail(n, connection),
                     protocol.RailFenced,
                     self._ctx.config.timeouts.peer_s,
                 )

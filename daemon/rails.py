@@ -50,13 +50,15 @@ class Rails:
         )  # odd; sender connections have even ones, so that a daemon can be its own peer
         self._admit: Callable[[int, int, int, socket.socket], None] | None = None
         self._expired: Callable[[int, int], None] | None = None
-        self._listeners: list[socket.socket] = []
+        self._listeners: dict[int, socket.socket] = {}  # by rail
         self._acceptors: list[Acceptor] = []
         self.facts: list[RailFacts] = []
         try:
             for index, rail in enumerate(config.rail):
-                listener = _listening(f"rail[{index}]", rail.address, rail.port)
-                self._listeners.append(listener)
+                if rail.nic == "emulated":  # it reaches nobody outside
+                    self.facts.append(RailFacts(config.identity(index), rail.nic, rail.address, 0))
+                    continue
+                listener = self._listeners[index] = _listening(f"rail[{index}]", rail.address, rail.port)
                 _set_options(listener, config.tcp)  # accepted sockets inherit them; what cannot be had shows now
                 self.facts.append(RailFacts(config.identity(index), rail.nic, rail.address, listener.getsockname()[1]))
         except OSError:
@@ -65,7 +67,7 @@ class Rails:
 
     def serve(self, admit: Callable[[int, int, int, socket.socket], None], expired: Callable[[int, int], None]) -> None:
         self._admit, self._expired = admit, expired
-        for rail, listener in enumerate(self._listeners):
+        for rail, listener in self._listeners.items():
             self._acceptors.append(Acceptor(listener, f"rail {rail}", partial(self._accept, rail), self._report))
 
     def issue(self, rail: int, session: int) -> tuple[int, bytes]:
@@ -89,7 +91,7 @@ class Rails:
             task.cancel()
         for connection in list(self._tokens):
             self.revoke(connection)
-        for listener in self._listeners:
+        for listener in self._listeners.values():
             listener.close()
 
     def _expire(self, connection: int) -> None:
@@ -154,10 +156,10 @@ def check_facts(session: str, rails: list[RailFacts]) -> None:
             raise RelayError(
                 ErrorCode.RAIL_MISMATCH, f"{session}, rail {index}: {facts.address[:64]!r} is not an IP address"
             ) from None
-        if facts.nic != "tcp" or not 0 < facts.port < 65536:
+        if (facts.nic, facts.port) != ("emulated", 0) and (facts.nic != "tcp" or not 0 < facts.port < 65536):
             raise RelayError(
                 ErrorCode.RAIL_MISMATCH,
-                f"{session}, rail {index}: {facts.nic[:16]!r} on port {facts.port}; expected tcp",
+                f"{session}, rail {index}: {facts.nic[:16]!r} on port {facts.port}; expected tcp or emulated",
             )
 
 

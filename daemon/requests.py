@@ -18,6 +18,7 @@ from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import Message
 from railrelay.daemon.client import Client, Region, Remote
 from railrelay.daemon.context import Context, on_worker, run_on_worker
+from railrelay.daemon.emulated import Source, made_up_base
 from railrelay.daemon.memory import Memory, reserve
 from railrelay.daemon.peers import Peer, Peers
 from railrelay.daemon.sessions import Sessions
@@ -25,6 +26,8 @@ from railrelay.daemon.transfers import Transfers
 
 CAPABILITY_BYTES: Final = 16
 LONGEST_WAIT_S: Final = 3600.0
+LARGEST_DEVICE_REGION: Final = 1 << 40  # made-up addresses of one memory
+IPC_BYTES: Final = 64
 
 Reply = Message | None  # None: it was sent already, with descriptors
 
@@ -65,6 +68,18 @@ class Requests:
         for capability in [known for known, region in self._regions.items() if region.client is client]:
             del self._regions[capability]
 
+    async def forget_memory(self, client: Client) -> None:
+        """Helpers of emulated NICs let go of the memory of a client that has nothing in flight any more."""
+        for rail, lane in client.lanes.items():
+            if lane.number:
+                await self._ctx.helpers.remove(lane.number, rail=rail)
+        for region in client.regions.values():
+            await self._forget_region(region)
+
+    async def _forget_region(self, region: Region) -> None:
+        if region.memory:
+            await self._ctx.helpers.remove(region.memory, region.kind)
+
     def _count(self, client: Client) -> None:
         self._ctx.state.client_counts(client.row, regions=len(client.regions), lanes=len(client.lanes))
 
@@ -79,20 +94,46 @@ class Requests:
         client.lanes[rail] = Memory("", -1, 0)  # taken, while the memory is being made
         try:
             name = ctx.names.lane_memory(rail, client.row, generation)
-            memory = client.lanes[rail] = await on_worker(lambda: reserve(name, ctx.config.relay.lane_bytes))
+            device = ctx.helpers.device(rail)
+            memory = client.lanes[rail] = await on_worker(lambda: self._new_lane(name, device))
+            emulated = ctx.helpers.get(rail) is not None
+            if emulated:
+                await self._show_lane(rail, memory)
             ctx.state.lane(rail, client.row, pid=client.pid, rank=client.rank, generation=generation)
+            fd, base = (-1, made_up_base(memory.number)) if emulated else (memory.fd, 0)
             await ctx.commands.send(
-                lambda cookie: ctx.plane.lease_lane(client.row, rail, memory.fd, memory.nbytes, generation, cookie)
+                lambda cookie: ctx.plane.lease_lane(client.row, rail, fd, memory.nbytes, generation, cookie, base=base)
             )
         except Exception:
             ctx.state.lane_free(rail, client.row)
-            client.lanes.pop(rail).close()
+            failed = client.lanes.pop(rail)
+            failed.close()
+            if failed.number:
+                await ctx.helpers.remove(failed.number, rail=rail)
             raise
         await run_on_worker(lambda: ctx.plane.prefault_rail(client.row, rail))
-        client.socket.send(protocol.Leased(message.id, rail, generation, memory.nbytes), (memory.fd,))
+        kind = "device" if memory.device else "host"
+        leased = protocol.Leased(message.id, rail, generation, memory.nbytes, kind, memory.device)
+        client.socket.send(leased, (memory.fd,))
         memory.close_fd()
         self._count(client)
         return None
+
+    def _new_lane(self, name: str, device: str) -> Memory:
+        nbytes = self._ctx.config.relay.lane_bytes
+        if not device:
+            return reserve(name, nbytes)
+        from railrelay.daemon import device_memory  # only where GPUs are configured
+
+        return device_memory.reserve(device, nbytes)
+
+    async def _show_lane(self, rail: int, memory: Memory) -> None:
+        """The data plane of an emulated rail knows relay memory by a made-up address; only the helper maps it."""
+        helpers = self._ctx.helpers
+        memory.number = helpers.new_memory()
+        kind = "vmm" if memory.device else "host"
+        source = Source(made_up_base(memory.number), memory.nbytes, kind, fd=memory.fd, handle_bytes=memory.nbytes)
+        await helpers.add(memory.number, source, rail)
 
     async def _register(self, client: Client, message: protocol.Register, fds: list[int]) -> Reply:
         ctx = self._ctx
@@ -103,20 +144,27 @@ class Requests:
                 ErrorCode.BAD_LENGTH,
                 f"region of {message.bytes} bytes at {message.address:#x}: not in a 64-bit address space",
             )
-        on_gpu = message.memory == "device"
-        expected = (message.handle == "vmm") + message.dmabuf if on_gpu else int(message.shared)
-        if len(fds) != expected or (on_gpu and message.shared):
+        of_gpu = message.memory == "device"
+        expected = (message.handle == "vmm") + message.dmabuf if of_gpu else int(message.shared)
+        if len(fds) != expected or (of_gpu and message.shared):
             raise RelayError(ErrorCode.BAD_ARGUMENT, f"Register came with {len(fds)} descriptors; expected {expected}")
         if message.shared:
             _check_file(fds[0], message.offset, message.bytes)
+        else:
+            _check_handle(message)
+        # Where the rail's relay memory is GPU memory, its NIC reaches other GPU memory by its handle.
+        reached = of_gpu and message.handle != "" and ctx.helpers.device(rail) != ""
+        direct = message.shared or reached
         index = client.region_rows.take()
         if index is None:
             raise RelayError(
                 ErrorCode.LIMIT, f"{client} has {client.region_rows.count} regions; raise limits.regions_per_client"
             )
+        number = ctx.helpers.new_memory() if direct else 0
+        base = made_up_base(number) if reached else 0
+        mapped = fds[0] if message.shared else -1
         try:
-            fd = fds[0] if message.shared else -1
-            ctx.plane.add_region(client.row, index, fd, message.offset, message.bytes)
+            ctx.plane.add_region(client.row, index, mapped, message.offset, message.bytes, base=base)
         except OSError as failure:
             client.region_rows.free(index)
             raise RelayError(
@@ -124,6 +172,7 @@ class Requests:
             ) from None
         await run_on_worker(lambda: ctx.plane.prefault_region(client.row, index))
         receive = message.receive or message.shared
+        kind = message.handle if reached else "host"
         region = Region(
             client,
             index,
@@ -131,13 +180,27 @@ class Requests:
             message.address,
             message.bytes,
             rail,
-            message.shared,
+            direct,
             receive,
+            number,
+            kind,
         )
         client.regions[index] = region
         self._count(client)
+        if direct:
+            fd = fds[0] if fds else -1
+            base = ctx.plane.region_base(client.row, index)
+            source = Source(base, message.bytes, kind, message.offset, fd, message.ipc, message.handle_bytes)
+            try:
+                await ctx.helpers.add(number, source)
+            except RelayError:
+                await self._forget_region(region)
+                del client.regions[index]
+                ctx.plane.finish_region_removal(client.row, index, False)
+                client.region_rows.free(index)
+                raise
         async with client.bounce_lock:
-            fresh = receive and not message.shared and not client.bounces
+            fresh = receive and not direct and not client.bounces
             if fresh:
                 try:
                     await self._add_bounces(client)
@@ -150,7 +213,7 @@ class Requests:
                     client.region_rows.free(index)
                     raise
             self._regions[region.capability] = region
-            reply = protocol.Registered(message.id, index, rail, region.capability, fresh, message.shared)
+            reply = protocol.Registered(message.id, index, rail, region.capability, fresh, direct)
             client.socket.send(reply, tuple(memory.fd for memory in client.bounces) if fresh else ())
             for memory in client.bounces:
                 memory.close_fd()
@@ -189,6 +252,7 @@ class Requests:
             client.regions[index] = self._regions[region.capability] = region
             raise RelayError(ErrorCode.BUSY, f"{readers} slices in flight read region {index} of {client}")
         await self._sessions.withdraw(client, region)
+        await self._forget_region(region)
         ctx.plane.finish_region_removal(client.row, index, False)
         client.region_rows.free(index)
         self._count(client)
@@ -321,6 +385,23 @@ def _check_file(fd: int, offset: int, nbytes: int) -> None:
             ErrorCode.OUT_OF_BOUNDS,
             f"{nbytes} bytes at offset {offset} of a file of {facts.st_size} bytes cannot be a region",
         )
+
+
+def _check_handle(message: protocol.Register) -> None:
+    """Of memory that the daemon cannot map."""
+
+    def demand(good: bool, what: str) -> None:
+        if not good:
+            raise RelayError(ErrorCode.BAD_ARGUMENT, f"Register: {what}")
+
+    demand(message.memory in ("host", "device"), f"memory {message.memory!r}: expected host or device")
+    kinds = ("", "vmm", "ipc") if message.memory == "device" else ("",)
+    demand(message.handle in kinds, f"handle {message.handle!r} of {message.memory} memory")
+    if message.handle in ("vmm", "ipc"):
+        demand(message.bytes <= LARGEST_DEVICE_REGION, f"{message.bytes} bytes of GPU memory in one region")
+        inside = message.offset >= 0 and message.offset + message.bytes <= message.handle_bytes
+        demand(inside, f"{message.bytes} bytes at {message.offset} of an allocation of {message.handle_bytes}")
+    demand(len(message.ipc) == (IPC_BYTES if message.handle == "ipc" else 0), f"handle of {len(message.ipc)} bytes")
 
 
 def _check_region(peer: Peer, opened: protocol.PeerRegion) -> None:

@@ -196,6 +196,13 @@ class Sessions:
             raise RelayError(
                 ErrorCode.BAD_CAPABILITY, f"the region at {self._ctx.session} was registered as a source only"
             )
+        rail = self._ctx.rails[region.rail]
+        if rail.nic == "emulated" and not region.direct:
+            raise RelayError(
+                ErrorCode.NOT_SUPPORTED,
+                f"the emulated NIC of rail {rail.identity} at {self._ctx.session} cannot write private memory;"
+                " register memory that the daemon maps (Client.alloc), or GPU memory where the rail's relay memory is",
+            )
         export = next(
             (known for known in session.exports.values() if known.region is region and not known.withdrawn), None
         )
@@ -210,7 +217,7 @@ class Sessions:
             self._ctx.plane.add_export(handle, session.index, region.client.row, region.index, region.nbytes)
             export = session.exports[handle] = Export(handle, region)
         export.users += 1
-        window_bytes = 0 if region.shared else int(self._ctx.config.relay.slot_bytes)
+        window_bytes = 0 if region.direct else int(self._ctx.config.relay.slot_bytes)
         return protocol.PeerRegion(
             message.id,
             export.handle,
@@ -269,6 +276,11 @@ class Sessions:
         if not 0 <= message.remote_rail < len(self._ctx.rails):
             raise RelayError(
                 ErrorCode.BAD_RAIL, f"rail {message.remote_rail} of {len(self._ctx.rails)} at {self._ctx.session}"
+            )
+        if self._ctx.rails[message.remote_rail].nic == "emulated":
+            raise RelayError(
+                ErrorCode.BAD_RAIL,
+                f"rail {message.remote_rail} at {self._ctx.session} is emulated: only its own daemon reaches it",
             )
         most = 4 * len(self._ctx.rails) * len(session.rails)  # bulk and express, and their successors
         if len(session.receivers) + len(session.tokens) >= most:
