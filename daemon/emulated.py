@@ -64,7 +64,7 @@ class Helper:
         self._option = f"rail[{rail}].{'gpu' if options.memory == 'device' else 'nic'}"
         self._turn = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[Message] | None = None
+        self._answer: asyncio.Future[Message] = self._loop.create_future()  # first: that it is ready
         self._on_end: Callable[[Helper], None] | None = None
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
@@ -88,7 +88,11 @@ class Helper:
 
     async def start(self, on_end: Callable[[Helper], None]) -> None:
         """``on_end(helper)`` comes once if the process ends before close(). ConfigError."""
-        answer = await self._next_answer(READY_S)
+        try:
+            async with asyncio.timeout(READY_S):
+                answer = await self._answer
+        except TimeoutError:
+            answer = Refused(f"its helper process was not ready within {READY_S:g} s")
         if not isinstance(answer, Ready):
             text = answer.text if isinstance(answer, Refused) else "its helper process does not start"
             raise ConfigError(f"{self._option}: {text}")
@@ -118,23 +122,15 @@ class Helper:
     async def _exchange(self, message: Message, fds: Sequence[int]) -> Message:
         try:
             async with self._turn:  # one at a time: the answers need no numbers, and the socket never fills
-                if not self.failure:
-                    with contextlib.suppress(OSError):  # it is ending, and the answer says so
-                        socket.send_fds(self._socket, [encode(message)], fds)
-                return await self._next_answer(None)
+                if self.failure:
+                    return Refused(self.failure)
+                self._answer = self._loop.create_future()
+                with contextlib.suppress(OSError):  # it is ending, and the answer says so
+                    socket.send_fds(self._socket, [encode(message)], fds)
+                return await self._answer
         finally:
             for fd in fds:
                 os.close(fd)
-
-    async def _next_answer(self, timeout_s: float | None) -> Message:
-        self._answer = self._loop.create_future()
-        if self.failure:
-            return Refused(self.failure)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._answer
-        except TimeoutError:
-            return Refused(f"its helper process has not answered within {timeout_s:g} s")
 
     def _readable(self) -> None:
         try:
@@ -145,7 +141,7 @@ class Helper:
             packet = b""
         if not packet:
             self._loop.remove_reader(self._socket.fileno())  # its pidfd says that it has ended
-        elif self._answer is not None and not self._answer.done():
+        elif not self._answer.done():
             try:
                 self._answer.set_result(reply(packet))
             except msgspec.MsgspecError as failure:
@@ -156,7 +152,7 @@ class Helper:
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         self.failure = f"its helper process (pid {self.pid}) {how}"
-        if self._answer is not None and not self._answer.done():
+        if not self._answer.done():
             self._answer.set_result(Refused(self.failure))
         if self._on_end is not None:
             self._on_end(self)

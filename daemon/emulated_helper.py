@@ -203,7 +203,10 @@ def main() -> int:
 def _serve(daemon: socket.socket, memory: Memory) -> None:
     """Until the daemon closes the socket."""
     while True:
-        packet, fds, _ = protocol.receive(daemon, 1)
+        try:
+            packet, fds, _ = protocol.receive(daemon, 1)
+        except ConnectionResetError:  # closed without having read the last answer
+            return
         if not packet:
             return
         message = request(packet)

@@ -52,6 +52,12 @@ def open_node(instance: str) -> Segment:
         ) from None
 
 
+def nics(node: Segment) -> list[str]:
+    """The kind of NIC of each rail: tcp, or emulated."""
+    rails = node.area(abi.CONSTANTS["AREA_RAILS"], "rail_state")
+    return [rails.text(rail, "nic") for rail in range(rails.count)]
+
+
 def instances() -> list[str]:
     """Names of the instances whose node segment exists."""
     return [name[len(_PREFIX) : -len(_SUFFIX)] for name in segment.objects(_PREFIX) if name.endswith(_SUFFIX)]

@@ -305,11 +305,13 @@ def _facts(nodes: list[Node]) -> dict[str, list[Row]]:
     """What the daemons have counted so far; the engines are still attached."""
     with _node.open_node(nodes[0].instance) as segment:
         sending, found = _rail_counters(segment), lanes.read(segment)
+        nics = _node.nics(segment)
     with _node.open_node(nodes[1].instance) as segment:
         receiving = _rail_counters(segment)
     rails = [
         {
             "rail": rail,
+            "nic": nics[rail],
             "bytes_sent": sent["bytes_sent"],
             "bytes_received": received["bytes_received"],
             "frames": sent["frames_sent"],
@@ -330,7 +332,7 @@ def _facts(nodes: list[Node]) -> dict[str, list[Row]]:
 
 def _since(facts: dict[str, list[Row]], before: dict[str, list[Row]]) -> dict[str, list[Row]]:
     """Without what was counted before the move."""
-    fixed = ("rail", "sender", "slots", "slot_bytes")
+    fixed = ("rail", "nic", "sender", "slots", "slot_bytes")
     return {
         what: [
             {key: value if key in fixed else value - then[key] for key, value in now.items()}
@@ -356,10 +358,11 @@ def _choice(args: argparse.Namespace, plan: Plan, geometry: Geometry) -> list[st
 
 def _report(result: dict[str, Any]) -> str:
     rails = table(
-        ["RAIL", "SENT", "RECEIVED", "FRAMES", "SLICES", "RESENT"],
+        ["RAIL", "NIC", "SENT", "RECEIVED", "FRAMES", "SLICES", "RESENT"],
         [
             [
                 rail["rail"],
+                rail["nic"],
                 size(rail["bytes_sent"]),
                 size(rail["bytes_received"]),
                 rail["frames"],

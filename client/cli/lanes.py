@@ -3,7 +3,8 @@
 Only lanes that are leased or have carried something, unless --all. A lane is written rail<-sender. CREDIT: slots that
 the sender may still fill. HEAD, DOORBELL, COMPLETED: slots announced, filled, and placed at the peer. STALLS: how
 often, and how long, the sender waited for credit. DIRECT: bytes that the rail sent straight from the sender's memory,
-without a slot."""
+without a slot. NIC emulated: a process of this node plays the wire, at a rate that the configuration
+sets."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ _HEADINGS = (
     "BYTES",
     "STALLS",
     "DIRECT",
+    "NIC",
 )
 
 
@@ -46,11 +48,12 @@ def read(node: Segment, *, idle: bool = False) -> list[Row]:
     lanes = node.area(abi.CONSTANTS["AREA_LANES"], "lane_state")
     clients = node.area(abi.CONSTANTS["AREA_CLIENTS"], "client_state")
     columns = node.header.get(0, "max_clients")
-    found = [_lane(lanes, clients, row, row // columns) for row in range(lanes.count)]
+    nics = _node.nics(node)
+    found = [_lane(lanes, clients, row, row // columns, nics[row // columns]) for row in range(lanes.count)]
     return [lane for lane in found if idle or lane["leased"] or lane["head"] or lane["direct_bytes"]]
 
 
-def _lane(lanes: Area, clients: Area, row: int, rail: int) -> Row:
+def _lane(lanes: Area, clients: Area, row: int, rail: int, nic: str) -> Row:
     # The rail goes on meanwhile: read in this order, completed <= doorbell <= head holds.
     completed, doorbell, head = (lanes.get(row, field) for field in ("completed", "doorbell", "head"))
     slots, leased = lanes.get(row, "slots"), bool(lanes.get(row, "leased"))
@@ -61,6 +64,7 @@ def _lane(lanes: Area, clients: Area, row: int, rail: int) -> Row:
     known = clients.get(client, "pid") == owner.get(owner_row, "pid")
     return {
         "rail": rail,
+        "nic": nic,
         "sender": owner.get(owner_row, "rank"),
         "client": client,
         "pid": owner.get(owner_row, "pid"),
@@ -98,6 +102,7 @@ def _lines(lanes: Sequence[Row]) -> str:
                 size(lane["bytes"]),
                 f"{lane['stalls']} ({duration(lane['stall_ns'])})" if lane["stalls"] else "0",
                 size(lane["direct_bytes"]),
+                lane["nic"],
             ]
             for lane in lanes
         ],

@@ -58,14 +58,18 @@ def new_instance() -> str:
 def config_text(
     instance: str, socket: Path | str, rails: int | Sequence[str], sections: Mapping[str, Mapping[str, object]]
 ) -> str:
-    """TOML; ``rails``: how many on 127.0.0.1, or their addresses. ``sections`` may add to [node]."""
+    """TOML; ``rails``: how many on 127.0.0.1, or their addresses. ``sections`` may add to [node], and "rail" to each
+    [[rail]]."""
     addresses = ["127.0.0.1"] * rails if isinstance(rails, int) else rails
     node: dict[str, object] = {"instance": instance, "socket": str(socket), **sections.get("node", {})}
     lines: list[str] = []
+    of_rails = [f"{option} = {json.dumps(value)}" for option, value in sections.get("rail", {}).items()]
     for name, options in {**sections, "node": node}.items():
+        if name == "rail":
+            continue
         lines += [f"[{name}]", *(f"{option} = {json.dumps(value)}" for option, value in options.items())]
     for address in addresses:
-        lines += ["[[rail]]", f'address = "{address}"']
+        lines += ["[[rail]]", f'address = "{address}"', *of_rails]
     return "\n".join(lines) + "\n"
 
 
