@@ -436,7 +436,7 @@ static int emulated_poll(struct rr_nic *base, int64_t timeout_ns)
     struct epoll_event events[EVENTS_PER_POLL];
     rr_sleep_arm(&nic->ring->rail_sleeping);
     if (nic->dead || rr_load_relaxed_u64(&nic->ring->placed) == nic->placed)
-        epoll_wait(nic->epoll_fd, events, EVENTS_PER_POLL, timeout_ns < 0 ? -1 : (int)(timeout_ns / 1000000));
+        rr_epoll_wait(nic->epoll_fd, events, EVENTS_PER_POLL, timeout_ns);
     rr_sleep_disarm(&nic->ring->rail_sleeping);
     return take_placed(nic);
 }

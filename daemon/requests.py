@@ -188,7 +188,7 @@ class Requests:
         client.regions[index] = region
         self._count(client)
         if direct:
-            fd = fds[0] if fds else -1
+            fd = fds[0] if message.shared or kind == "vmm" else -1  # else it may be the dma-buf
             base = ctx.plane.region_base(client.row, index)
             source = Source(base, message.bytes, kind, message.offset, fd, message.ipc, message.handle_bytes)
             try:

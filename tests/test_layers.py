@@ -51,8 +51,8 @@ def test_a_layer_imports_only_itself_and_the_layers_below(layer: str) -> None:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_c_files_include_headers_of_their_own_and_of_the_shared_layout_only(layer: str) -> None:
-    own = {path.name for folder in ("shm_layout", layer) for path in (ROOT / folder).glob("*.h")}
+def test_c_files_include_headers_of_their_own_layer_and_of_those_below_only(layer: str) -> None:
+    own = {path.name for folder in LAYERS[: LAYERS.index(layer) + 1] for path in (ROOT / folder).glob("*.h")}
     for path in sources(layer, ".c", ".h"):
         for header in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):
             assert header in own, f"{path.relative_to(ROOT)} includes {header}"

@@ -7,6 +7,8 @@ import pytest
 from railrelay.daemon import config
 from railrelay.daemon.config import ConfigError, parse
 
+EMULATED = '[[rail]]\naddress = "127.0.0.1"\nnic = "emulated"\n'
+
 
 def test_without_a_file_there_is_one_rail_on_loopback() -> None:
     loaded = config.load(None)
@@ -51,7 +53,20 @@ def test_sizes_are_numbers_or_text_with_a_unit() -> None:
         ('[[rail]]\naddress = "eth0"', 'rail[0].address: "eth0": expected the IPv4 or IPv6 address'),
         ('[[rail]]\naddress = "0.0.0.0"', 'rail[0].address: "0.0.0.0": expected'),
         ('[[rail]]\naddress = "127.0.0.1"\nport = 65536', "rail[0].port: 65536: expected 0 to 65535"),
-        ('[[rail]]\naddress = "127.0.0.1"\nnic = "verbs"', 'rail[0].nic: "verbs": expected one of "tcp"'),
+        ('[[rail]]\naddress = "127.0.0.1"\nnic = "verbs"', 'rail[0].nic: "verbs": expected one of "tcp", "emulated"'),
+        (EMULATED + "rate_gbit = 0", "rail[0].rate_gbit: 0.0: expected 0.001 to 10000"),
+        (EMULATED + 'rate_gbit = "fast"', 'rail[0].rate_gbit: "fast": expected float, got str'),
+        (EMULATED + 'memory = "disk"', 'rail[0].memory: "disk": expected "host" or "device" with nic = "emulated"'),
+        (
+            EMULATED + 'memory = "device"',
+            'rail[0].gpu: "": expected a UUID, "GPU-...", or number, as memory = "device"',
+        ),
+        (EMULATED + 'memory = "device"\ngpu = "H200"', 'rail[0].gpu: "H200": expected a UUID'),
+        (EMULATED + "gpu = 0", 'rail[0].gpu: 0: expected none without memory = "device"'),
+        (
+            '[[rail]]\naddress = "127.0.0.1"\nmemory = "device"',
+            'rail[0].memory: "device": expected "host" with nic = "tcp"',
+        ),
         (
             '[[rail]]\naddress = "127.0.0.1"\n[[rail]]\naddress = "127.0.0.1"\nidentity = "rail0"',
             'rail[1].identity: "rail0": expected different on each rail',
@@ -69,6 +84,12 @@ def test_error_names_option_value_and_limit(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as failure:
         parse(text)
     assert str(failure.value).startswith(expected)
+
+
+def test_a_rail_is_never_emulated_unless_the_configuration_says_so() -> None:
+    assert {rail.nic for rail in parse("").rail + parse(config.EXAMPLE).rail} == {"tcp"}
+    [rail] = parse(EMULATED + 'memory = "device"\ngpu = 3').rail
+    assert (rail.nic, rail.rate_gbit, rail.memory, rail.gpu) == ("emulated", 400, "device", 3)
 
 
 def test_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:
