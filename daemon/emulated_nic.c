@@ -335,8 +335,9 @@ static void push(struct emulated_nic *nic, struct rr_connection *c, struct rr_wo
     uint32_t first = (uint32_t)(nic->pieces_end % nic->piece_count);
     uint32_t count = cut(nic->base.rail->plane, work, nic->pieces + first);
     nic->pieces_end += count;
-    *request = (struct re_request){.bytes = work->bytes, .posted_ns = rr_now_ns(), .first_piece = first, .piece_count = count};
-    work->state = RR_WORK_POSTED;
+    rr_rail_time_passes(nic->base.rail);
+    rr_work_posted(nic->base.rail, work);
+    *request = (struct re_request){.bytes = work->bytes, .posted_ns = work->posted_ns, .first_piece = first, .piece_count = count};
     work->connection = c;
     nic->records[nic->posted % RE_REQUESTS] = (struct record){work, c, nic->pieces_end, RR_OK};
     c->posted++;
@@ -415,6 +416,7 @@ static int take_placed(struct emulated_nic *nic)
 {
     uint64_t placed = rr_load_acquire_u64(&nic->ring->placed); /* SYNC placed */
     if (nic->dead || placed == nic->placed || placed - nic->placed > nic->posted - nic->placed) return 0;
+    rr_rail_time_passes(nic->base.rail);
     show_statistics(nic);
     int work_count = 0;
     while (nic->placed != placed) {
@@ -438,6 +440,7 @@ static int emulated_poll(struct rr_nic *base, int64_t timeout_ns)
     if (nic->dead || rr_load_relaxed_u64(&nic->ring->placed) == nic->placed)
         rr_epoll_wait(nic->epoll_fd, events, EVENTS_PER_POLL, timeout_ns);
     rr_sleep_disarm(&nic->ring->rail_sleeping);
+    rr_rail_time_passes(base->rail);
     return take_placed(nic);
 }
 

@@ -23,24 +23,31 @@ DESTINATION_BYTES = 1 << 20  # a rail
 LENGTHS = [1, 3, 64, 64, 255, 256, 257, 4096, 4096, 4097, 65536, 100_001, 300_000, 262_144]  # a slot has 262,144
 
 
-@pytest.fixture(
-    scope="module",
-    params=RAILS + EMULATED,
-    ids=lambda rails: f"{rails}emulated" if isinstance(rails, int) else f"{rails[0]}to{rails[1]}rails",
-)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+@dataclass
+class Pair:
+    prefill: Node
+    decode: Node
+    destination: Kind  # of the memory that is written
+
+
+CASES = [*product(RAILS, KINDS), *((rails, "shared") for rails in EMULATED)]  # it refuses private destinations
+
+
+def _name(case: tuple[int | tuple[int, int], Kind]) -> str:
+    rails, kind = case
+    return f"{rails}emulated" if isinstance(rails, int) else f"{rails[0]}to{rails[1]}rails-{kind}"
+
+
+@pytest.fixture(scope="module", params=CASES, ids=_name)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    rails, destination = request.param
     nodes = Nodes(tmp_path_factory.mktemp("nodes"), limit_s=400)
-    if isinstance(request.param, int):
-        node = nodes.start(request.param, rail={"nic": "emulated", "rate_gbit": 100})
-        yield node, node
+    if isinstance(rails, int):
+        node = nodes.start(rails, rail={"nic": "emulated", "rate_gbit": 100})
+        yield Pair(node, node, destination)
     else:
-        yield nodes.pair(request.param)
+        yield Pair(*nodes.pair(rails), destination)
     nodes.close()
-
-
-def check_kind(pair: tuple[Node, Node], destination: Kind) -> None:
-    if pair[0] is pair[1] and destination == "private":
-        pytest.skip("the emulated NIC refuses private destinations")
 
 
 @dataclass
@@ -54,17 +61,15 @@ class Path:
     remotes: list[RemoteRegion]
 
 
-@pytest.fixture(params=product(Route, KINDS, KINDS), ids="-".join)
-def path(request: pytest.FixtureRequest, pair: tuple[Node, Node]) -> Iterator[Path]:
+@pytest.fixture(params=product(Route, KINDS), ids="-".join)
+def path(request: pytest.FixtureRequest, pair: Pair) -> Iterator[Path]:
     """On every route, from and to both kinds of memory. Ranks whose own rail is not the first."""
-    route, source_kind, destination_kind = request.param
-    prefill, decode = pair
-    check_kind(pair, destination_kind)
-    with prefill.connect(1, route=route) as sender, decode.connect(1) as receiver:
+    route, source_kind = request.param
+    with pair.prefill.connect(1, route=route) as sender, pair.decode.connect(1) as receiver:
         source = memory.make(sender, SOURCE_BYTES, source_kind)
         source.array[:] = patterns.content(SOURCE_BYTES, 1)
         destinations = [
-            memory.make(receiver, DESTINATION_BYTES, destination_kind, rail) for rail in range(receiver.rails)
+            memory.make(receiver, DESTINATION_BYTES, pair.destination, rail) for rail in range(receiver.rails)
         ]
         remotes = [sender.open(destination.offer()) for destination in destinations]
         yield Path(sender, receiver, source, destinations, remotes)
@@ -158,10 +163,9 @@ def test_large_and_64_byte_transfers_under_way_at_once_all_arrive(path: Path) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_node_can_send_to_itself(pair: tuple[Node, Node], kind: Kind) -> None:
-    check_kind(pair, kind)
-    with pair[0].connect(0) as sender, pair[0].connect(1) as receiver:
-        link = memory.link(sender, receiver, SOURCE_BYTES, source=kind, destination=kind)
+def test_a_node_can_send_to_itself(pair: Pair, kind: Kind) -> None:
+    with pair.prefill.connect(0) as sender, pair.prefill.connect(1) as receiver:
+        link = memory.link(sender, receiver, SOURCE_BYTES, source=kind, destination=pair.destination)
         link.source.array[:] = patterns.content(SOURCE_BYTES, 2)
         taken, put = patterns.order(256, 4096, 1)
         sender.write(
@@ -170,8 +174,8 @@ def test_a_node_can_send_to_itself(pair: tuple[Node, Node], kind: Kind) -> None:
         assert patterns.arrived(link.source.array, link.destination.array, 256, 4096, 1)
 
 
-def test_an_engine_can_send_to_itself(pair: tuple[Node, Node]) -> None:
-    with pair[0].connect(0) as client:
+def test_an_engine_can_send_to_itself(pair: Pair) -> None:
+    with pair.prefill.connect(0) as client:
         link = memory.link(client, client, 65536)
         link.source.array[:] = patterns.content(65536, 2)
         client.write(link.remote, [link.source.address], [link.remote.address], 65536).wait(30)
