@@ -65,6 +65,7 @@ class Client:
         rank: int,
         name: str = "",
         route: Route | str = Route.RELAY,
+        local: bool = True,
         feeder_cpu: int = -1,
         gpu: int | str | None = None,
         gpu_options: GpuOptions = _GPU_OPTIONS,
@@ -72,11 +73,13 @@ class Client:
     ) -> Client:
         """Attaches to the daemon at ``socket``, or to that of ``instance`` at its default place (paths.default_socket).
 
+        ``local``: into regions of other clients of the same daemon, whatever the route, bytes are copied from memory to
+        memory; without it they go through the daemon and its NICs like all others.
         ``name`` is shown by the admin commands. ``feeder_cpu``: CPU to pin the feeder thread to, -1 for none. ``gpu``:
         CUDA ordinal or UUID of the rank's GPU; without it the client takes that of the first GPU memory it registers.
         Raises ConnectError: no daemon, no permission, another version, rank out of range or taken, no such GPU."""
         path = default_socket(instance) if socket is None else Path(socket)
-        return cls(path, rank, name, Route(route), feeder_cpu, gpu, gpu_options, timeout)
+        return cls(path, rank, name, Route(route), local, feeder_cpu, gpu, gpu_options, timeout)
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Client:
         rank: int,
         name: str,
         route: Route,
+        local: bool,
         feeder_cpu: int,
         gpu: int | str | None,
         gpu_options: GpuOptions,
@@ -100,6 +104,7 @@ class Client:
         self._gpu: GpuMemory | None = None
         self._gpu_options = gpu_options
         self.rank = rank
+        self.local = local
         self.draining = ""  # what a daemon that is going down said
         self.connection = Connection(path, timeout)
         self.receiver = Receiver(self.connection)
@@ -269,6 +274,7 @@ class Client:
                 return
             self.closed = True
             self.core.fail_all(Result.CLIENT_GONE)
+            self.remotes.let_go()
             self.connection.close()
             self._wake_all()
             self.core.stop()
@@ -444,6 +450,7 @@ class Client:
 
     def _gone(self) -> None:
         self.core.fail_all(Result.DAEMON_GONE)
+        self.remotes.let_go()
         self._wake_all()
 
     def _wake_all(self) -> None:

@@ -43,7 +43,17 @@ struct rc_remote {
     uint64_t address, bytes;
     uint32_t index, peer, rail, owner, window_bytes, window_runs;
     uint32_t users; /* unfinished submissions that write to it */
+    uint32_t local; /* memory of another client of the same daemon, mapped here when it was opened */
 };
+
+/* Where the memory of a local remote region is, until its owner or daemon wants it back. */
+struct rc_mapping {
+    uint8_t *base; /* NULL: not, or no longer */
+    uint64_t bytes;
+};
+
+/* Of a part of the local route: no byte is copied before the daemon has taken the slice that asks for admission. */
+enum rc_local_stage { RC_LOCAL_NEW = 0, RC_LOCAL_ASKED, RC_LOCAL_COPYING, RC_LOCAL_LOST, RC_LOCAL_TOLD };
 
 /* A contiguous source and destination: source is an address here, destination an offset in the remote region. */
 struct rc_block {
@@ -81,6 +91,9 @@ struct rc_part {
     uint32_t row_count, row_at, page_at;
     int exhausted, stalled;
     uint64_t stalled_since_ns;
+    uint32_t local;
+    enum rc_local_stage local_stage;
+    uint64_t asked_position, local_bytes;
 };
 
 /* What a submission waits for before its source is read: asked by the feeder, given back when the submission is freed. */
@@ -185,7 +198,7 @@ struct rc_bounce {
 };
 
 struct rc_counters {
-    uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes, fast_submissions;
+    uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes, fast_submissions, bytes_local;
 };
 
 struct rc_core {
@@ -214,6 +227,9 @@ struct rc_core {
     uint64_t *region_bases; /* by region index; valid while a submission uses the region */
     struct rc_remote *remotes;
     uint32_t remote_count, remote_capacity;
+    /* By remote index. The feeder reads while it copies; whoever takes a mapping away writes, and goes first. */
+    pthread_rwlock_t mappings_lock;
+    struct rc_mapping *mappings;
     uint8_t *local_rails[RC_PEERS_MAX]; /* [peer][remote rail] */
     uint32_t remote_rails[RC_PEERS_MAX];
 
@@ -322,6 +338,20 @@ struct rc_gpu_event *rc_gpu_event_new(struct rc_core *core, void *event); /* tak
 void rc_gpu_event_release(void *event);
 struct rc_ready rc_gpu_event_ready(struct rc_gpu_event *event);
 void rc_close_copiers(struct rc_core *core);
+/* Publishes a slice without blocks on the own rail's ring: the ring's position after it, 0 if there is no credit. */
+uint64_t rc_push_void(struct rc_core *core, struct rr_slice slice);
+
+/* ---- local.c ---- */
+int rc_mappings_init(struct rc_core *core);
+void rc_mappings_free(struct rc_core *core); /* the feeder has ended */
+/* Maps memory of another client of this daemon as the destination `remote`; bytes from offset of the file. 0 or -errno. */
+int rc_map_remote(struct rc_core *core, uint32_t remote, int fd, uint64_t offset, uint64_t bytes);
+/* Touches the pages, so that no transfer has to. */
+void rc_populate_remote(struct rc_core *core, uint32_t remote);
+/* After this no byte is written there by the local route: 1 if it was mapped. */
+int rc_unmap_remote(struct rc_core *core, uint32_t remote);
+/* As rc_feed: asks for admission, copies a bounded number of bytes, or tells of the end. */
+int rc_feed_local(struct rc_core *core, struct rc_part *part);
 
 /* ---- unbouncer.c ---- */
 void *rc_unbouncer_main(void *core);

@@ -92,7 +92,14 @@ class ClientCore:
         """SubmitError("busy") while a transfer reads it."""
     def add_peer(self, peer: int, local_rails: list[int]) -> None: ...
     def add_remote(self, remote: int, peer: int, address: int, nbytes: int, rail: int, owner: int, window_bytes: int,
-                   window_runs: int) -> None: ...
+                   window_runs: int, local: bool) -> None:
+        """local: by the local route, into what map_remote() has mapped."""
+    def map_remote(self, remote: int, fd: int, offset: int, nbytes: int) -> None:
+        """Memory of another client of the same daemon, before add_remote(local=True)."""
+    def populate_remote(self, remote: int) -> None:
+        """Touches its pages; takes its time, without the GIL."""
+    def unmap_remote(self, remote: int) -> bool:
+        """After this no byte is written there; transfers that would end with REGION_GONE. Whether it was mapped."""
     def remove_remote(self, remote: int) -> None:
         """SubmitError("busy") while a transfer writes to it."""
     def reserve(self, peer: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], *, space: int,
@@ -110,7 +117,8 @@ class ClientCore:
     def fail_all(self, result: int) -> None:
         """The daemon is gone: every unfinished transfer ends with ``result``; waiters wake."""
     def counters(self) -> dict[str, int]:
-        """feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes, fast_submissions"""
+        """feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes,
+        fast_submissions, bytes_local"""
     def stop(self) -> None:
         """Ends every submission and stops the threads; the mappings stay. Idempotent."""
     def close(self) -> None:

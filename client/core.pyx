@@ -37,10 +37,10 @@ cdef extern from "client_core.h" nogil:
         int one_length
     struct rc_remote:
         uint64_t address, bytes
-        uint32_t index, peer, rail, owner, window_bytes, window_runs, users
+        uint32_t index, peer, rail, owner, window_bytes, window_runs, users, local
     struct rc_counters:
         uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes
-        uint64_t fast_submissions
+        uint64_t fast_submissions, bytes_local
     struct rg_api:
         int (*cuGetErrorName)(int, const char **)
     struct rg_counters:
@@ -114,6 +114,9 @@ cdef extern from "client_core.h" nogil:
     int rc_add_peer(rc_core *, uint32_t peer, const uint8_t *local_rails, uint32_t count)
     int rc_add_remote(rc_core *, rc_remote remote)
     int rc_remove_remote(rc_core *, uint32_t index)
+    int rc_map_remote(rc_core *, uint32_t remote, int fd, uint64_t offset, uint64_t bytes)
+    void rc_populate_remote(rc_core *, uint32_t remote)
+    int rc_unmap_remote(rc_core *, uint32_t remote)
     rc_submission *rc_reserve(rc_core *, uint32_t peer, const rc_list *blocks, uint64_t tag, uint64_t timeout_ns, int note, rc_ready ready,
                               rc_error *error)
     rc_submission *rc_reserve_pages(rc_core *, uint32_t peer, const uint64_t *source_rows, uint64_t source_stride,
@@ -495,11 +498,11 @@ cdef class ClientCore:
         check(rc_add_peer(self.core, peer, rails, len(rails)), f"peer {peer}")
 
     def add_remote(self, uint32_t remote, uint32_t peer, uint64_t address, uint64_t nbytes, uint32_t rail, uint32_t owner,
-                   uint32_t window_bytes, uint32_t window_runs):
+                   uint32_t window_bytes, uint32_t window_runs, bint local):
         self.here()
         cdef rc_remote at
-        at.address, at.bytes, at.index, at.peer, at.rail, at.owner, at.window_bytes, at.window_runs, at.users = (
-            address, nbytes, remote, peer, rail, owner, window_bytes, window_runs, 0)
+        at.address, at.bytes, at.index, at.peer, at.rail, at.owner, at.window_bytes, at.window_runs, at.users, at.local = (
+            address, nbytes, remote, peer, rail, owner, window_bytes, window_runs, 0, local)
         check(rc_add_remote(self.core, at), f"remote region {remote}")
 
     def remove_remote(self, uint32_t remote):
@@ -510,6 +513,23 @@ cdef class ClientCore:
         if status == -16:
             raise SubmitError("busy", f"remote region {remote} is written by a transfer that has not ended; wait for it or cancel it")
         check(status, f"remote region {remote}")
+
+    def map_remote(self, uint32_t remote, int fd, uint64_t offset, uint64_t nbytes):
+        self.here()
+        check(rc_map_remote(self.core, remote, fd, offset, nbytes), f"memory of remote region {remote}")
+
+    def populate_remote(self, uint32_t remote):
+        self.here()
+        with nogil:
+            rc_populate_remote(self.core, remote)
+
+    def unmap_remote(self, uint32_t remote):
+        if self.closed or self.core.pid != getpid():
+            return False
+        cdef int mapped
+        with nogil:
+            mapped = rc_unmap_remote(self.core, remote)
+        return bool(mapped)
 
     cdef Submission wrap(self, rc_submission *at, rc_error *error):
         if at is NULL:
@@ -595,6 +615,7 @@ cdef class ClientCore:
             "direct_slices": c.direct_slices,
             "bounced_bytes": c.bounced_bytes,
             "fast_submissions": c.fast_submissions,
+            "bytes_local": c.bytes_local,
             **self.gpu_counters(),
         }
 

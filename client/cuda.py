@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from railrelay.client.errors import ErrorCode, RegionError, RelayError
+
+if TYPE_CHECKING:
+    from railrelay.client.core import ClientCore
 
 INSTALL: Final = "install railrelay[cuda]"
 BATCH_VERSION: Final = 13000  # the signature of cuMemcpyBatchAsync that gpu_copy.h declares
@@ -536,3 +539,17 @@ def _from_dlpack(capsule: object) -> tuple[int, int]:
         items *= tensor.shape[axis]
     nbytes = items * tensor.bits * tensor.lanes // 8
     return _checked((tensor.data or 0) + tensor.byte_offset, nbytes, contiguous)
+
+
+def import_device(
+    core: ClientCore, remote: int, device: str, handle: str, fd: int, ipc: bytes, offset: int, nbytes: int
+) -> NoReturn:
+    """Maps device memory of another client of the same node as the destination ``remote``: ``handle`` is "vmm"
+    (``fd``) or "ipc" (``ipc``), ``device`` the UUID of its GPU. Control thread; the descriptor stays the caller's.
+    RegionError."""
+    del core, fd, ipc, offset
+    raise RegionError(
+        ErrorCode.NOT_SUPPORTED,
+        f"remote region {remote}: {nbytes} bytes of GPU {device} ({handle}) cannot be written by the local route;"
+        " connect the client with local=False",
+    )

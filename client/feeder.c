@@ -247,25 +247,34 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
 
 int rc_feed(struct rc_core *core, struct rc_part *part, int small, int wait_for_lock)
 {
+    if (part->local) return rc_feed_local(core, part);
     return part->direct ? feed_ring(core, part, wait_for_lock) : feed_lane(core, part, small, wait_for_lock);
+}
+
+uint64_t rc_push_void(struct rc_core *core, struct rr_slice slice)
+{
+    struct rc_ring *ring = &core->rings[core->own_rail];
+    uint64_t position = 0;
+    pthread_mutex_lock(&ring->lock);
+    if (ring_credit(ring)) {
+        push(ring, &slice, 0, rr_now_ns());
+        position = ring->producer.produced;
+    }
+    pthread_mutex_unlock(&ring->lock);
+    if (position) rc_wake_rail(core, core->own_rail);
+    return position;
 }
 
 /* Tells the daemon that no more slices come: a void, final one. 0 if the ring is full. */
 static int publish_end(struct rc_core *core, struct rc_submission *s)
 {
-    struct rc_ring *ring = &core->rings[core->own_rail];
     struct rr_slice slice = {.transfer = s->index,
                              .generation = s->generation,
                              .peer = s->peer,
                              .flags = RR_SLICE_FINAL | RR_SLICE_VOID,
                              .total_slices = s->slices + 1 + s->note};
-    pthread_mutex_lock(&ring->lock);
-    int room = ring_credit(ring) != 0;
-    if (room) push(ring, &slice, 0, rr_now_ns());
-    pthread_mutex_unlock(&ring->lock);
-    if (!room) return 0;
+    if (!rc_push_void(core, slice)) return 0;
     s->slices++;
-    rc_wake_rail(core, core->own_rail);
     return 1;
 }
 
@@ -414,7 +423,7 @@ static void see_contention(struct feeder *f)
     for (struct rc_part *part = f->first; part; part = part->next) {
         struct rc_lane *lane = &core->lanes[part->local_rail];
         uint32_t destination = destination_id(part);
-        if (part->direct) continue;
+        if (part->direct || part->local) continue;
         if (!lane->first_destination) lane->first_destination = destination;
         if (lane->first_destination != destination) lane->contended = 1;
     }

@@ -20,6 +20,7 @@ cdef extern from "plain_sockets.h" nogil:
     void plain_receive(plain_connection *connections, uint32_t count)
     uint64_t plain_gather(const uint64_t *addresses, const uint64_t *lengths, uint64_t count, uint8_t *slots, uint64_t slot_bytes,
                           uint32_t slot_count)
+    uint64_t plain_copy(const uint64_t *sources, const uint64_t *destinations, uint64_t count, uint64_t length)
     uint64_t plain_process_cpu_ns(int pid)
 
 
@@ -69,6 +70,16 @@ def gather(const uint64_t[::1] addresses, const uint64_t[::1] lengths, uint8_t[:
         raise ValueError(f"{slots.shape[0]} bytes of slots, {count} addresses, {lengths.shape[0]} lengths")
     with nogil:
         spent = plain_gather(&addresses[0], &lengths[0], count, &slots[0], slot_bytes, slot_count)
+    return spent
+
+
+def copy(const uint64_t[::1] sources, const uint64_t[::1] destinations, uint64_t length):
+    cdef uint64_t count = sources.shape[0]
+    cdef uint64_t spent
+    if not count or <uint64_t> destinations.shape[0] != count:
+        raise ValueError(f"{sources.shape[0]} sources, {destinations.shape[0]} destinations")
+    with nogil:
+        spent = plain_copy(&sources[0], &destinations[0], count, length)
     return spent
 
 

@@ -64,6 +64,10 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) core->kick_fds[i] = -1;
     pthread_mutex_init(&core->queue, NULL);
     pthread_rwlock_init(&core->tables, NULL);
+    if (rc_mappings_init(core)) {
+        rc_fail(error, "no_memory", "no memory for the table of mappings");
+        goto broken;
+    }
     core->segment_bytes = segment_bytes;
     core->node_bytes = node_bytes;
     core->segment = map_segment(segment_fd, segment_bytes, PROT_READ | PROT_WRITE);
@@ -179,6 +183,7 @@ void rc_close(struct rc_core *core)
         core->lanes[i].memory = core->bounces[i].memory = NULL;
         core->kick_fds[i] = -1;
     }
+    if (here) rc_mappings_free(core);
     if (core->completion_fd >= 0) close(core->completion_fd);
     core->completion_fd = -1;
 }
@@ -199,6 +204,7 @@ void rc_free(struct rc_core *core)
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) free(core->rings[i].table_position);
     for (uint32_t i = 0; i < RC_PEERS_MAX; i++) free(core->local_rails[i]);
     free(core->regions);
+    free(core->mappings);
     free(core->region_bases);
     free(core->remotes);
     free(core->generations);

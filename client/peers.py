@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from railrelay.client import core, protocol
-from railrelay.client.connection import LOCAL_TIMEOUT_S
+from railrelay.client.connection import LOCAL_TIMEOUT_S, close_all
 from railrelay.client.errors import ArgumentError, Busy, ErrorCode, PeerError, RegionError, RelayError, error
 from railrelay.client.layout import PageLayout, addresses, page_numbers
 from railrelay.client.regions import RemoteRegion, decode_offer
@@ -27,6 +27,7 @@ Ready: TypeAlias = object  # core.HostEvent, a CUDA stream or event, or None
 # one space per peer, so the number of the process goes above bit 56, which no user address reaches.
 _SPACE_SHIFT: Final = 56
 _SPACES: Final = 256
+_LET_GO_S: Final = 2.0
 
 
 class RemoteTable:
@@ -38,6 +39,8 @@ class RemoteTable:
         self._lock = threading.Lock()
         self._open: dict[int, RemoteRegion] = {}
         self._closing: dict[int, RemoteRegion] = {}  # closed here; transfers in flight still name them
+        self._ended = False
+        self.asked = False  # for a region that may be one of the same node
 
     def of(self, peer: Peer) -> list[RemoteRegion]:
         with self._lock:
@@ -46,10 +49,12 @@ class RemoteTable:
     def is_open(self, remote: RemoteRegion) -> bool:
         return self._open.get(remote.index) is remote
 
-    def add(self, peer: Peer, opened: protocol.RegionOpened, capability: bytes) -> RemoteRegion:
-        """Control thread. A region of the same process that overlaps is an earlier registration, and closed."""
+    def add(self, peer: Peer, opened: protocol.RegionOpened, capability: bytes, fds: list[int]) -> RemoteRegion:
+        """Control thread; owns the descriptors. A region of the same process that overlaps is an earlier registration,
+        and closed."""
         try:
             with self._lock:
+                self._map(opened, fds)
                 for other in list(self._open.values()):
                     if _overlap(other, peer, opened):
                         self._closing[other.index] = self._open.pop(other.index)
@@ -67,12 +72,40 @@ class RemoteTable:
                         remote.owner,
                         opened.window_bytes,
                         opened.window_runs,
+                        bool(opened.handle),
                     )
                 self._open[remote.index] = remote
                 return remote
         except RelayError:
+            self._core.unmap_remote(opened.remote)
             self._connection.tell(protocol.CloseRegion(self._connection.new_id(), opened.remote))
             raise
+        finally:
+            close_all(fds)
+
+    def _map(self, opened: protocol.RegionOpened, fds: list[int]) -> None:
+        """RegionError."""
+        if self._ended:
+            raise RelayError(ErrorCode.CLOSED, "this Client is closed")
+        try:
+            if opened.handle == "shm":
+                self._core.map_remote(opened.remote, fds[0], opened.offset, opened.bytes)
+            elif opened.handle:
+                from railrelay.client import cuda
+
+                cuda.import_device(
+                    self._core,
+                    opened.remote,
+                    opened.device,
+                    opened.handle,
+                    fds[0] if fds else -1,
+                    opened.ipc,
+                    opened.offset,
+                    opened.bytes,
+                )
+        except OSError as failure:
+            text = f"{opened.bytes} bytes of a region of the same node cannot be mapped: {failure.strerror}"
+            raise RegionError(ErrorCode.NO_MEMORY, text) from None
 
     def close(self, remote: RemoteRegion) -> None:
         with self._lock:
@@ -82,16 +115,29 @@ class RemoteTable:
 
     def gone(self, index: int) -> None:
         """Control thread: the peer withdrew the region."""
+        self._core.unmap_remote(index)
         with self._lock:
             if index in self._open:
                 self._closing[index] = self._open.pop(index)
+            self._connection.tell(protocol.LetGo(self._connection.new_id(), [index]))
             self._end_closing()
+
+    def let_go(self) -> None:
+        """At the end of the session: unmaps every region of the same node, and tells the daemon."""
+        with self._lock:
+            self._ended = True
+            for index in (*self._open, *self._closing):
+                self._core.unmap_remote(index)
+        if self.asked:
+            with contextlib.suppress(RelayError):
+                self._connection.ask(protocol.LetGo(self._connection.new_id(), []), protocol.Done, _LET_GO_S)
 
     def _end_closing(self) -> None:
         """An index is given back only when no transfer names it: the daemon may then use it for another region."""
         for index in list(self._closing):
             with contextlib.suppress(Busy), core_errors():
                 self._core.remove_remote(index)
+                self._core.unmap_remote(index)
                 del self._closing[index]
                 self._connection.tell(protocol.CloseRegion(self._connection.new_id(), index))
 
@@ -150,13 +196,16 @@ class Peer:
                 return known[0]
             self._check_up()
             connection = self._client.connection
-            request = protocol.OpenRegion(connection.new_id(), self.index, content.capability)
+            request = protocol.OpenRegion(connection.new_id(), self.index, content.capability, self._client.local)
+            self._client.remotes.asked |= self._client.local
             remote: RemoteRegion = connection.ask_then(
                 request,
                 protocol.RegionOpened,
-                lambda opened, _: self._client.remotes.add(self, opened, content.capability),
+                lambda opened, fds: self._client.remotes.add(self, opened, content.capability, fds),
                 timeout,
             )
+            with core_errors():
+                self._client.core.populate_remote(remote.index)
             return remote
 
     def write(

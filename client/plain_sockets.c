@@ -166,6 +166,13 @@ uint64_t plain_gather(const uint64_t *addresses, const uint64_t *lengths, uint64
     return clock_ns(CLOCK_THREAD_CPUTIME_ID) - before;
 }
 
+uint64_t plain_copy(const uint64_t *sources, const uint64_t *destinations, uint64_t count, uint64_t length)
+{
+    uint64_t before = clock_ns(CLOCK_MONOTONIC);
+    for (uint64_t i = 0; i < count; i++) memcpy((void *)(uintptr_t)destinations[i], (const void *)(uintptr_t)sources[i], length);
+    return clock_ns(CLOCK_MONOTONIC) - before;
+}
+
 uint64_t plain_process_cpu_ns(int pid)
 {
     clockid_t clock;

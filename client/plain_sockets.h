@@ -26,6 +26,9 @@ void plain_receive(struct plain_connection *connections, uint32_t count);
 /* Copies the blocks one after the other into slots, which are used in turn; CPU time of it. */
 uint64_t plain_gather(const uint64_t *addresses, const uint64_t *lengths, uint64_t count, uint8_t *slots, uint64_t slot_bytes, uint32_t slot_count);
 
+/* Copies equal blocks one after the other; the time of it. */
+uint64_t plain_copy(const uint64_t *sources, const uint64_t *destinations, uint64_t count, uint64_t length);
+
 /* CPU time of a process since it began, all threads, or 0. */
 uint64_t plain_process_cpu_ns(int pid);
 

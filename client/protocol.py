@@ -90,16 +90,27 @@ class ConnectPeer(Message, frozen=True, tag="ConnectPeer"):
 
 
 class OpenRegion(Message, frozen=True, tag="OpenRegion"):
-    """Exchanges the capability of an offered region for an index. Answered by RegionOpened."""
+    """Exchanges the capability of an offered region for an index. Answered by RegionOpened; with ``local`` the reply
+    for a region of the same daemon carries what the client needs to write there itself, and the client promises LetGo.
+    """
 
     id: int
     peer: int
     capability: bytes
+    local: bool = False
 
 
 class CloseRegion(Message, frozen=True, tag="CloseRegion"):
     id: int
     remote: int
+
+
+class LetGo(Message, frozen=True, tag="LetGo"):
+    """The client has unmapped these remote regions (none: all), and writes there no more: the answer to RegionGone for
+    a region that it may write itself. CloseRegion says the same of one. Answered by Done."""
+
+    id: int
+    remotes: list[int]
 
 
 class Note(Message, frozen=True, tag="Note"):
@@ -192,7 +203,10 @@ class PeerConnected(Message, frozen=True, tag="PeerConnected"):
 
 class RegionOpened(Message, frozen=True, tag="RegionOpened"):
     """owner: number of the owning client at the peer. window_bytes: 0, or the most bytes of one slice where the owner
-    must copy them out of bounce memory itself; such slices wait for a grant, and have at most window_runs runs."""
+    must copy them out of bounce memory itself; such slices wait for a grant, and have at most window_runs runs.
+
+    handle: "" or, if the client may write there itself, what names the memory: "shm" and "vmm" are a descriptor beside
+    the message, "ipc" the bytes of a CUDA IPC handle; the region is at ``offset`` of it. The rest as in Register."""
 
     id: int
     remote: int
@@ -202,6 +216,12 @@ class RegionOpened(Message, frozen=True, tag="RegionOpened"):
     owner: int
     window_bytes: int
     window_runs: int
+    memory: str = "host"
+    device: str = ""
+    handle: str = ""
+    handle_bytes: int = 0
+    offset: int = 0
+    ipc: Handle = b""
 
 
 class Aborted(Message, frozen=True, tag="Aborted"):
@@ -244,7 +264,7 @@ class PeerDown(Message, frozen=True, tag="PeerDown"):
 
 class RegionGone(Message, frozen=True, tag="RegionGone"):
     """Event: the region was unregistered or its owner exited. The index stays taken until the client sends
-    CloseRegion."""
+    CloseRegion. A client that has it mapped answers with LetGo at once, or its session is ended."""
 
     remote: int
 
@@ -256,7 +276,18 @@ class Draining(Message, frozen=True, tag="Draining"):
 
 
 ClientRequest = (
-    Attach | LeaseLane | Register | Unregister | ConnectPeer | OpenRegion | CloseRegion | Note | Abort | Cancel | Fence
+    Attach
+    | LeaseLane
+    | Register
+    | Unregister
+    | ConnectPeer
+    | OpenRegion
+    | CloseRegion
+    | LetGo
+    | Note
+    | Abort
+    | Cancel
+    | Fence
 )
 ClientReply = (
     Attached

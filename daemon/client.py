@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,25 @@ from railrelay.shm_layout.segment import Segment
 if TYPE_CHECKING:
     from railrelay.daemon.client_socket import ClientSocket
     from railrelay.daemon.peers import Peer
+
+
+@dataclass(eq=False)
+class Handed:
+    """What other clients of this daemon may import a region by, as in protocol.RegionOpened; ``fd`` is its own."""
+
+    handle: str = ""
+    memory: str = "host"
+    device: str = ""
+    handle_bytes: int = 0
+    offset: int = 0
+    ipc: bytes = b""
+    fd: int = -1
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd, self.handle = -1, ""
 
 
 @dataclass(eq=False)
@@ -30,6 +50,7 @@ class Region:
     receive: bool
     memory: int = 0  # number by which helpers of emulated NICs know it; 0: they do not
     kind: str = "host"  # or "vmm", "ipc": what kind of memory that is
+    handed: Handed = field(default_factory=Handed)
 
 
 @dataclass(eq=False)

@@ -81,6 +81,10 @@ class ClientSocket:
             poller.register(self._pidfd, select.POLLIN)
         return self.closed or bool(poller.poll(0))
 
+    def dup_pidfd(self) -> int:
+        """A pidfd of the client's process for the caller, of a connection that is not closed."""
+        return os.dup(self._pidfd)
+
     def violate(self, what: str) -> None:
         """Ends the session because of what the client did."""
         self._report(ErrorCode.PROTOCOL, f"client pid {self.pid}: {what}", key=f"client pid {self.pid}")

@@ -19,6 +19,7 @@ from railrelay.client.protocol import Message
 from railrelay.daemon.client import Client
 from railrelay.daemon.client_socket import ATTACH_TIMEOUT_S, ClientSocket, close_all
 from railrelay.daemon.context import Context, on_worker
+from railrelay.daemon.local_route import LocalRoute
 from railrelay.daemon.memory import client_segment
 from railrelay.daemon.peers import Peers
 from railrelay.daemon.requests import Requests
@@ -43,6 +44,7 @@ class Clients:
         sessions: Sessions,
         peers: Peers,
         transfers: Transfers,
+        local: LocalRoute,
     ) -> None:
         self.by_row = by_row
         self._ctx = ctx
@@ -50,6 +52,7 @@ class Clients:
         self._sessions = sessions
         self._peers = peers
         self._transfers = transfers
+        self._local = local
         self._rows = Rows(ctx.config.limits.max_clients)
         self._serials = itertools.count(1)
         self._sockets: dict[ClientSocket, Client | None] = {}  # None: has not asked to attach yet
@@ -233,6 +236,7 @@ class Clients:
             await self._drained(client)
         await withdrawal  # until then a rail may be placing a frame in the client's memory
         await self._requests.forget_memory(client)
+        await self._local.left(client)
         if client.on_plane:
             ctx.plane.release_client(client.row)
             self._transfers.client_released(client.row)
@@ -292,6 +296,8 @@ class Clients:
         for client in self.by_row.values():
             for memory in (*client.lanes.values(), *client.bounces):
                 memory.close()
+            for region in client.regions.values():
+                region.handed.close()
             if client.segment is not None:
                 client.segment.close()
 

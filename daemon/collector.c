@@ -149,7 +149,11 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     if (count > QUICK_BLOCKS) rr_rail_time_passes(rail);
     if (work->bytes > RR_WIRE_BYTES_MAX || (work->window_bytes && (work->bytes > work->window_bytes || work->run_count > work->window_runs)))
         result = RR_OUT_OF_BOUNDS;
-    if (rr_transfer_open(client, slice, work->run_count ? work->runs[0].handle : RR_NONE, work->run_count ? work->owner : RR_NONE)) return -1;
+    if (slice->flags & RR_SLICE_LOCAL && !slot) {
+        if (rr_local_take(rail, work, slice, &result)) return -1;
+    } else if (rr_transfer_open(client, slice, work->run_count ? work->runs[0].handle : RR_NONE, work->run_count ? work->owner : RR_NONE)) {
+        return -1;
+    }
     work->tag = rr_load_relaxed_u64(&client->contexts[slice->transfer].tag);
     if (slice->flags & RR_SLICE_FINAL && rr_transfer_total(client, slice)) return -1;
     work->source->in_flight++;
@@ -229,8 +233,12 @@ static int collect_ring(struct rr_rail *rail, struct rr_client *client, struct r
             rr_violation(rail, client, RR_PROTOCOL, slice->transfer, slice->generation, slice->table);
             return (int)taken;
         }
-        rr_counter_add(&port->state->direct_bytes, work->bytes);
-        rr_counter_add(&port->state->direct_slices, 1);
+        if (slice->flags & RR_SLICE_LOCAL) {
+            rr_counter_add(&port->state->local_bytes, work->bytes);
+        } else {
+            rr_counter_add(&port->state->direct_bytes, work->bytes);
+            rr_counter_add(&port->state->direct_slices, 1);
+        }
         taken++;
     }
     if (taken) {

@@ -27,6 +27,7 @@ from railrelay.daemon.config import Config
 from railrelay.daemon.context import Context
 from railrelay.daemon.emulated import Helper, Helpers
 from railrelay.daemon.instance import Instance
+from railrelay.daemon.local_route import LocalRoute
 from railrelay.daemon.node_state import NodeState
 from railrelay.daemon.peers import Peers
 from railrelay.daemon.rails import Rails
@@ -83,6 +84,7 @@ class Conductor:
         closing(self._clients.close)
         closing(helpers.close)
         closing(self._plane.stop)  # before the memory of clients goes
+        closing(self._local.close)
         self._open.push_async_callback(self.ctx.close_tasks)
         closing(self.ctx.commands.close)
         closing(self._peers.close)
@@ -121,8 +123,9 @@ class Conductor:
         self._transfers = Transfers(self.ctx, by_row)
         self._peers = Peers(self.ctx, self._transfers.abort)
         self._sessions = Sessions(self.ctx, rails, regions)
-        requests = Requests(self.ctx, regions, self._sessions, self._peers, self._transfers)
-        self._clients = Clients(self.ctx, by_row, requests, self._sessions, self._peers, self._transfers)
+        self._local = LocalRoute(self.ctx)
+        requests = Requests(self.ctx, regions, self._sessions, self._peers, self._transfers, self._local)
+        self._clients = Clients(self.ctx, by_row, requests, self._sessions, self._peers, self._transfers, self._local)
 
     # ---- the duty cycle ----
 

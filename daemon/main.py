@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -39,6 +40,7 @@ def main() -> int:
         if options.check:
             log.info("%s: good", options.config or "configuration")
             return 0
+        _raise_descriptor_limit()
         uvloop.run(_serve(loaded, options.ready_fd))
     except ConfigError as failure:
         log.critical("%s: %s", options.config or "configuration", failure)
@@ -68,6 +70,12 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--verbose", action="store_true", help="log more")
     return parser.parse_args()
+
+
+def _raise_descriptor_limit() -> None:
+    """To what the system allows: every shared region keeps one descriptor."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(loaded: Config, ready_fd: int | None) -> None:

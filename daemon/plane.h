@@ -390,6 +390,10 @@ int rr_collect_filling(struct rr_rail *rail); /* a slot is announced and not fil
 void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane);
 void rr_source_free(struct rr_source *source);
 
+/* ---- local_slices.c: rail thread ---- */
+/* Takes a slice of the local route in place of rr_transfer_open(). 0, or -1 for one that no correct client publishes. */
+int rr_local_take(struct rr_rail *rail, struct rr_work *work, const struct rr_slice *slice, uint32_t *result);
+
 /* ---- rail.c: rail thread ---- */
 void rr_purge(struct rr_rail *rail, int (*drop)(const struct rr_work *work, const void *context), const void *context, uint32_t result);
 void rr_rail_command(struct rr_rail *rail, struct rr_command command); /* main thread */

@@ -13,12 +13,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
+import msgspec
+
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import Message
 from railrelay.daemon.client import Client, Region, Remote
 from railrelay.daemon.context import Context, on_worker, run_on_worker
 from railrelay.daemon.emulated import Source, made_up_base
+from railrelay.daemon.local_route import LocalRoute, handed_of
 from railrelay.daemon.memory import Memory, reserve
 from railrelay.daemon.peers import Peer, Peers
 from railrelay.daemon.sessions import Sessions
@@ -34,7 +37,13 @@ Reply = Message | None  # None: it was sent already, with descriptors
 
 class Requests:
     def __init__(
-        self, ctx: Context, regions: dict[bytes, Region], sessions: Sessions, peers: Peers, transfers: Transfers
+        self,
+        ctx: Context,
+        regions: dict[bytes, Region],
+        sessions: Sessions,
+        peers: Peers,
+        transfers: Transfers,
+        local: LocalRoute,
     ) -> None:
         """``regions``: the offered regions of all clients by capability."""
         self._ctx = ctx
@@ -42,6 +51,7 @@ class Requests:
         self._sessions = sessions
         self._peers = peers
         self._transfers = transfers
+        self._local = local
         self._generations = itertools.count(1)
         self._bounce_serials = itertools.count(1)
         self._handlers: dict[type[Message], Callable[[Client, Any], Reply | Awaitable[Reply]]] = {
@@ -50,6 +60,7 @@ class Requests:
             protocol.ConnectPeer: self._connect_peer,
             protocol.OpenRegion: self._open_region,
             protocol.CloseRegion: self._close_region,
+            protocol.LetGo: self._let_go,
             protocol.Note: self._note,
             protocol.Abort: self._abort,
             protocol.Cancel: self._cancel,
@@ -77,8 +88,10 @@ class Requests:
             await self._forget_region(region)
 
     async def _forget_region(self, region: Region) -> None:
-        if region.memory:
-            await self._ctx.helpers.remove(region.memory, region.kind)
+        region.handed.close()
+        number, region.memory = region.memory, 0
+        if number:
+            await self._ctx.helpers.remove(number, region.kind)
 
     def _count(self, client: Client) -> None:
         self._ctx.state.client_counts(client.row, regions=len(client.regions), lanes=len(client.lanes))
@@ -163,14 +176,6 @@ class Requests:
         number = ctx.helpers.new_memory() if direct else 0
         base = made_up_base(number) if reached else 0
         mapped = fds[0] if message.shared else -1
-        try:
-            ctx.plane.add_region(client.row, index, mapped, message.offset, message.bytes, base=base)
-        except OSError as failure:
-            client.region_rows.free(index)
-            raise RelayError(
-                ErrorCode.BAD_ARGUMENT, f"region of {message.bytes} bytes cannot be mapped: {failure}"
-            ) from None
-        await run_on_worker(lambda: ctx.plane.prefault_region(client.row, index))
         receive = message.receive or message.shared
         kind = message.handle if reached else "host"
         region = Region(
@@ -185,6 +190,20 @@ class Requests:
             number,
             kind,
         )
+        try:
+            region.handed = handed_of(message, fds)
+            ctx.plane.add_region(client.row, index, mapped, message.offset, message.bytes, base=base)
+        except OSError as failure:
+            region.handed.close()
+            client.region_rows.free(index)
+            raise RelayError(
+                ErrorCode.BAD_ARGUMENT, f"region of {message.bytes} bytes cannot be mapped: {failure}"
+            ) from None
+        try:
+            await run_on_worker(lambda: ctx.plane.prefault_region(client.row, index))
+        except asyncio.CancelledError:  # the client leaves
+            region.handed.close()
+            raise
         client.regions[index] = region
         self._count(client)
         if direct:
@@ -208,7 +227,7 @@ class Requests:
                     if client.bounces:  # some rails have theirs already, and each gets them only once
                         client.socket.close("its bounce memory could not be mapped")
                         raise
-                    del client.regions[index]
+                    client.regions.pop(index).handed.close()
                     ctx.plane.finish_region_removal(client.row, index, False)
                     client.region_rows.free(index)
                     raise
@@ -241,22 +260,37 @@ class Requests:
         )
 
     async def _unregister(self, client: Client, message: protocol.Unregister) -> Reply:
-        ctx, index = self._ctx, message.region
-        region = client.regions.pop(index, None)
+        region = client.regions.pop(message.region, None)
         if region is None:
-            raise RelayError(ErrorCode.BAD_REGION, f"{client} has no region {index}")
+            raise RelayError(ErrorCode.BAD_REGION, f"{client} has no region {message.region}")
         self._regions.pop(region.capability, None)
+        try:
+            await self._end_region(client, region)
+        except asyncio.CancelledError:  # the client leaves, and its regions end with it
+            client.regions[region.index] = region
+            raise
+        return protocol.Done(message.id)
+
+    async def _end_region(self, client: Client, region: Region) -> None:
+        """RelayError BUSY while it is read, or may be written by the local route."""
+        ctx, index = self._ctx, region.index
         readers = await ctx.commands.to_all(lambda cookie: ctx.plane.remove_region(client.row, index, cookie))
         if readers:
             ctx.plane.finish_region_removal(client.row, index, True)
             client.regions[index] = self._regions[region.capability] = region
             raise RelayError(ErrorCode.BUSY, f"{readers} slices in flight read region {index} of {client}")
+        writers = await self._local.withdraw(region, ctx.config.timeouts.settle_s)
+        if writers:
+            ctx.plane.finish_region_removal(client.row, index, True)
+            client.regions[index] = region  # to be asked for again; nobody can open it any more
+            raise RelayError(
+                ErrorCode.BUSY, f"region {index} of {client} may still be written by {', '.join(writers)}; ask again"
+            )
         await self._sessions.withdraw(client, region)
         await self._forget_region(region)
         ctx.plane.finish_region_removal(client.row, index, False)
         client.region_rows.free(index)
         self._count(client)
-        return protocol.Done(message.id)
 
     def _check_rail(self, rail: int) -> None:
         if not 0 <= rail < len(self._ctx.rails):
@@ -271,6 +305,7 @@ class Requests:
         return protocol.PeerConnected(message.id, peer.row, peer.instance, peer.local_rails)
 
     async def _open_region(self, client: Client, message: protocol.OpenRegion) -> Reply:
+        ctx = self._ctx
         peer = self._peers.get(message.peer, client)
         if len(message.capability) != CAPABILITY_BYTES:
             raise RelayError(
@@ -311,21 +346,28 @@ class Requests:
             client.remote_rows.free(index)
             raise
         client.remotes[index] = Remote(index, peer, opened.handle)
-        return protocol.RegionOpened(
-            message.id,
-            index,
-            opened.address,
-            opened.bytes,
-            opened.rail,
-            opened.owner,
-            opened.window_bytes,
+        reply = protocol.RegionOpened(
+            message.id, index, opened.address, opened.bytes, opened.rail, opened.owner, opened.window_bytes,
             opened.window_runs,
-        )
+        )  # fmt: skip
+        # What the peer here has let open is in the table of regions, unless it was withdrawn meanwhile.
+        region = self._regions.get(message.capability) if message.local and peer.instance == ctx.instance else None
+        if region is None or not region.handed.handle or not self._local.grant(client, index, region):
+            return reply
+        about, fd = {**vars(region.handed)}, region.handed.fd
+        del about["fd"]
+        client.socket.send(msgspec.structs.replace(reply, **about), (fd,) if fd >= 0 else ())
+        return None
+
+    def _let_go(self, client: Client, message: protocol.LetGo) -> Reply:
+        self._local.let_go(client, message.remotes)
+        return protocol.Done(message.id)
 
     def _close_region(self, client: Client, message: protocol.CloseRegion) -> Reply:
         remote = client.remotes.pop(message.remote, None)
         if remote is None:
             raise RelayError(ErrorCode.BAD_REGION, f"{client} has not opened remote region {message.remote}")
+        self._local.let_go(client, [remote.index])
         self._ctx.plane.remove_remote(client.row, remote.index)
         self._peers.close_region(remote.peer, remote.handle)
         client.remote_rows.free(remote.index)

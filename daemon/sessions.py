@@ -380,15 +380,18 @@ class Sessions:
         return not unsettled, sum(count for _, count, _ in ends), "; ".join(unsettled)[:4096]
 
     async def _abort(self, session: Session, tag: int, handles: list[int], timeout_s: float) -> tuple[bool, int, str]:
-        """Asks the sender; if it cannot confirm in half the time, the fence makes sure of it."""
-        count = 0
+        """Asks the sender; if it cannot confirm in half the time, the fence makes sure of it. What clients of this
+        daemon copy by themselves no fence stops: there the answer is needed."""
+        count, own = 0, session.instance == self._ctx.instance
         if session.link is not None:
             request = protocol.PeerAbort(session.link.new_id(), tag, handles)
             with contextlib.suppress(RelayError):
-                ended = await session.link.request(request, protocol.PeerAborted, timeout_s / 2)
+                ended = await session.link.request(request, protocol.PeerAborted, timeout_s if own else timeout_s / 2)
                 count = ended.transfers
                 if ended.settled:
                     return True, count, ""
+        if own:
+            return False, count, f"a client of this node has not confirmed the end of its copy within {timeout_s:g} s"
         self._fence_all(session)
         if session.waiting:
             _, unfenced = await asyncio.wait(list(session.waiting.values()), timeout=timeout_s / 2)

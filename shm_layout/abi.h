@@ -93,7 +93,11 @@ enum rr_slice_flags {
     RR_SLICE_FINAL = 1u << 0,   /* total_slices is valid: the transfer has no more slices than that */
     RR_SLICE_VOID = 1u << 1,    /* no blocks: the slot was announced and then given up */
     RR_SLICE_INLINE = 1u << 2,  /* ring only: one block, in the slice itself */
-    RR_SLICE_EXPRESS = 1u << 3  /* small transfer: goes before bulk, on its own connection */
+    RR_SLICE_EXPRESS = 1u << 3, /* small transfer: goes before bulk, on its own connection */
+    RR_SLICE_LOCAL = 1u << 4    /* ring only, with VOID: the client itself copies to another client of this daemon. Before
+                                 * it begins, inline_remote_region names one of the destinations, and the slice asks for
+                                 * admission; at the end that is RR_NONE, inline_source the bytes copied, inline_length
+                                 * RR_OK or RR_REGION_GONE */
 };
 
 /* ---- field lists: S scalar (struct, type, name, offset, writer), A array (struct, type, name, count, offset, writer) ---- */
@@ -169,7 +173,8 @@ enum rr_slice_flags {
     S(T, uint64_t, direct_slices, 208, rail) \
     S(T, uint64_t, produced, 216, rail) \
     S(T, uint64_t, consumed, 224, rail) \
-    A(T, uint64_t, reserved2, 3, 232, rail)
+    S(T, uint64_t, local_bytes, 232, rail) \
+    A(T, uint64_t, reserved2, 2, 240, rail)
 
 #define RR_FIELDS_client_state(S, A, T) \
     S(T, uint32_t, state, 0, daemon) \

@@ -4,6 +4,9 @@ as rails and the best of 1, 4, 8 and 16 MiB per call. Both alternate; RATIO is t
 what is left of the limit when relaying, because the copy into the lanes takes its share of the cores. One small
 transfer (up to 1 MiB in all) is measured with the daemons asleep before it; its limit is a raw round trip.
 
+With --route local both engines are clients of one daemon, and the limit is a plain memcpy loop over the same scattered
+blocks; without --block-bytes both cases that have a target are measured.
+
 WHAT: transfer (the default); waiting, the CPU that 8 blocked callers and an idle daemon with 4 rails use; event, the
 CPU while a transfer waits for its event; submit, how long a call with 500,000 blocks holds the GIL."""
 
@@ -16,7 +19,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Final
 
-from railrelay.client.cli import _bench_others, _node
+from railrelay.client.cli import _bench_local, _bench_others, _node
 from railrelay.client.cli._bench_engines import Case
 from railrelay.client.cli._bench_setup import Placement, Run, Setup, ready
 from railrelay.client.cli._bench_targets import targets_of
@@ -25,6 +28,7 @@ from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import size, table
 from railrelay.client.client import Route
 
+_BLOCK_BYTES: Final = 65536
 _CALL_BYTES: Final = (1 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
 _CALIBRATIONS: Final = 3
 _PAIRS: Final = 11
@@ -40,9 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what = ["transfer", *_bench_others.OTHERS]
     parser.add_argument("what", nargs="?", choices=what, default=what[0], metavar="WHAT", help=", ".join(what))
     parser.add_argument("--blocks", type=int, default=16384, metavar="N", help="default: %(default)s")
-    parser.add_argument("--block-bytes", type=int, default=65536, metavar="B", help="default: %(default)s")
+    parser.add_argument("--block-bytes", type=int, metavar="B", help=f"default: {_BLOCK_BYTES}")
     parser.add_argument(
-        "--route", choices=["relay", "direct"], default="relay", help="relay: every byte through a lane (default)"
+        "--route",
+        choices=["relay", "direct", "local"],
+        default="relay",
+        help="relay: every byte through a lane (default); local: between two engines of one daemon",
     )
     parser.add_argument("--private", action="store_true", help="memory that the daemons cannot map, on both sides")
     parser.add_argument("--runs", type=int, metavar="R", help=f"default: {_PAIRS} pairs, {_SHORT_PAIRS} if short")
@@ -54,13 +61,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     progress = Progress()
-    measure = _bench_others.OTHERS.get(args.what, _transfer)
+    local = args.what == "transfer" and args.route == "local"
+    measure = _bench_local.local if local else _bench_others.OTHERS.get(args.what, _transfer)
+    if not local:
+        args.block_bytes = args.block_bytes or _BLOCK_BYTES
     try:
         result = measure(args, progress)
     except KeyboardInterrupt:
         progress.step("interrupted; daemons, engines and their memory are gone")
         return 130
-    report = _report if args.what == "transfer" else _bench_others.report
+    report = _bench_local.report if local else _report if args.what == "transfer" else _bench_others.report
     print(json.dumps(result, indent=2) if args.json else report(result))
     return 0 if result["verified"] else 1
 

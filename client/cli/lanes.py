@@ -3,8 +3,8 @@
 Only lanes that are leased or have carried something, unless --all. A lane is written rail<-sender. CREDIT: slots that
 the sender may still fill. HEAD, DOORBELL, COMPLETED: slots announced, filled, and placed at the peer. STALLS: how
 often, and how long, the sender waited for credit. DIRECT: bytes that the rail sent straight from the sender's memory,
-without a slot. NIC emulated: a process of this node plays the wire, at a rate that the configuration
-sets."""
+without a slot. LOCAL: bytes that the client copied to another client of this daemon by itself. NIC emulated: a process
+of this node plays the wire, at a rate that the configuration sets."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ _HEADINGS = (
     "BYTES",
     "STALLS",
     "DIRECT",
+    "LOCAL",
     "NIC",
 )
 
@@ -50,7 +51,9 @@ def read(node: Segment, *, idle: bool = False) -> list[Row]:
     columns = node.header.get(0, "max_clients")
     nics = _node.nics(node)
     found = [_lane(lanes, clients, row, row // columns, nics[row // columns]) for row in range(lanes.count)]
-    return [lane for lane in found if idle or lane["leased"] or lane["head"] or lane["direct_bytes"]]
+    return [
+        lane for lane in found if idle or lane["leased"] or lane["head"] or lane["direct_bytes"] or lane["local_bytes"]
+    ]
 
 
 def _lane(lanes: Area, clients: Area, row: int, rail: int, nic: str) -> Row:
@@ -79,7 +82,17 @@ def _lane(lanes: Area, clients: Area, row: int, rail: int, nic: str) -> Row:
         "completed": completed,
         **{
             field: lanes.get(row, field)
-            for field in ("bytes", "blocks", "runs", "stalls", "stall_ns", "voids", "direct_bytes", "direct_slices")
+            for field in (
+                "bytes",
+                "blocks",
+                "runs",
+                "stalls",
+                "stall_ns",
+                "voids",
+                "direct_bytes",
+                "direct_slices",
+                "local_bytes",
+            )
         },
         "queued_slices": max(0, lanes.get(row, "produced") - lanes.get(row, "consumed")),
     }
@@ -102,6 +115,7 @@ def _lines(lanes: Sequence[Row]) -> str:
                 size(lane["bytes"]),
                 f"{lane['stalls']} ({duration(lane['stall_ns'])})" if lane["stalls"] else "0",
                 size(lane["direct_bytes"]),
+                size(lane["local_bytes"]),
                 lane["nic"],
             ]
             for lane in lanes

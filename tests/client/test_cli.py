@@ -88,7 +88,8 @@ def test_lanes_shows_who_fills_which_rail_and_the_credit_left(node: Node, capsys
 
 def test_lanes_hides_the_idle_ones_unless_asked(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     node.lane(0, 1, leased=0, direct_bytes=64)
-    assert [lane["client"] for lane in as_json(capsys, "lanes", "--instance", node.instance)["lanes"]] == [1]
+    node.lane(0, 2, leased=0, local_bytes=64)
+    assert [lane["client"] for lane in as_json(capsys, "lanes", "--instance", node.instance)["lanes"]] == [1, 2]
     assert len(as_json(capsys, "lanes", "--all", "--instance", node.instance)["lanes"]) == RAILS * CLIENTS
 
 
@@ -97,7 +98,7 @@ def test_json_keys_of_lanes_are_the_documented_ones(node: Node, capsys: pytest.C
     assert set(lane) >= {
         "rail", "sender", "client", "pid", "name", "leased", "generation", "slots", "slot_bytes", "credit", "head",
         "doorbell", "completed", "bytes", "blocks", "runs", "stalls", "stall_ns", "voids", "direct_bytes",
-        "direct_slices", "queued_slices",
+        "direct_slices", "local_bytes", "queued_slices",
     }  # fmt: skip
 
 

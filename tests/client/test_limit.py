@@ -72,6 +72,15 @@ def test_gather_fills_slots_in_turn_and_packs_blocks_at_256_bytes() -> None:
     assert np.array_equal(slots[4096 : 4096 + 3160], source[4840:8000])
 
 
+def test_copy_puts_every_block_in_its_place() -> None:
+    source, destination = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    places = np.uint64(source.ctypes.data) + np.array([0, 16], np.uint64)
+    limit.copy(places, np.uint64(destination.ctypes.data) + np.array([48, 8], np.uint64), 8)
+    assert np.array_equal(destination[48:56], source[:8])
+    assert np.array_equal(destination[8:16], source[16:24])
+    assert np.count_nonzero(destination) == 15
+
+
 def test_cpu_time_of_a_process_grows_and_of_none_is_zero() -> None:
     first = limit.process_cpu_ns(os.getpid())
     sum(range(200_000))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from helpers import patterns
-from railrelay.client import Client, RelayError, RemoteRegion, Transfer
+from railrelay.client import Buffer, Client, RelayError, RemoteRegion, Transfer
 
 CHILD_S = 60
 
@@ -54,13 +54,16 @@ class EngineProcess:
     def fill(self, name: str, seed: int) -> None:
         self._arrays[name][:] = patterns.content(len(self._arrays[name]), seed)
 
+    def wipe(self, name: str) -> None:
+        self._arrays[name][:] = 0
+
     def holds(self, name: str, seed: int) -> bool:
         """Whether all of it is the content of ``seed``."""
         return bool((self._arrays[name] == patterns.content(len(self._arrays[name]), seed)).all())
 
-    def touched(self, name: str) -> int:
-        """How many bytes are not zero."""
-        return int(np.count_nonzero(self._arrays[name]))
+    def touched(self, name: str, stride: int = 1) -> int:
+        """How many bytes, of every ``stride``-th, are not zero."""
+        return int(np.count_nonzero(self._arrays[name][::stride]))
 
     def arrived(self, name: str, source_seed: int, blocks: int, block_bytes: int, seed: int) -> bool:
         source = patterns.content(blocks * block_bytes, source_seed)
@@ -100,6 +103,13 @@ class EngineProcess:
         found = self._transfers[transfer]
         result = found.result
         return {"done": found.done, "settled": found.settled, "result": result and result.name, "bytes": found.bytes}
+
+    def counters(self) -> dict[str, int]:
+        return self.client.counters()
+
+    def unregister(self, name: str, timeout: float = 5.0) -> None:
+        found = self._regions[name]
+        (found.region if isinstance(found, Buffer) else found).unregister(timeout)
 
     def cancel(self, transfer: str, timeout: float = 10.0) -> None:
         self._transfers[transfer].cancel(timeout=timeout)

@@ -65,7 +65,7 @@ class Path:
 def path(request: pytest.FixtureRequest, pair: Pair) -> Iterator[Path]:
     """On every route, from and to both kinds of memory. Ranks whose own rail is not the first."""
     route, source_kind = request.param
-    with pair.prefill.connect(1, route=route) as sender, pair.decode.connect(1) as receiver:
+    with pair.prefill.connect(1, route=route, local=False) as sender, pair.decode.connect(1) as receiver:
         source = memory.make(sender, SOURCE_BYTES, source_kind)
         source.array[:] = patterns.content(SOURCE_BYTES, 1)
         destinations = [
@@ -162,9 +162,10 @@ def test_large_and_64_byte_transfers_under_way_at_once_all_arrive(path: Path) ->
         assert (to.array[end : end + 64] == path.source.array[end : end + 64]).all()
 
 
+@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_node_can_send_to_itself(pair: Pair, kind: Kind) -> None:
-    with pair.prefill.connect(0) as sender, pair.prefill.connect(1) as receiver:
+def test_a_node_can_send_to_itself(pair: Pair, kind: Kind, local: bool) -> None:
+    with pair.prefill.connect(0, local=local) as sender, pair.prefill.connect(1) as receiver:
         link = memory.link(sender, receiver, SOURCE_BYTES, source=kind, destination=pair.destination)
         link.source.array[:] = patterns.content(SOURCE_BYTES, 2)
         taken, put = patterns.order(256, 4096, 1)
@@ -174,8 +175,9 @@ def test_a_node_can_send_to_itself(pair: Pair, kind: Kind) -> None:
         assert patterns.arrived(link.source.array, link.destination.array, 256, 4096, 1)
 
 
-def test_an_engine_can_send_to_itself(pair: Pair) -> None:
-    with pair.prefill.connect(0) as client:
+@pytest.mark.parametrize("local", [False, True])
+def test_an_engine_can_send_to_itself(pair: Pair, local: bool) -> None:
+    with pair.prefill.connect(0, local=local) as client:
         link = memory.link(client, client, 65536)
         link.source.array[:] = patterns.content(65536, 2)
         client.write(link.remote, [link.source.address], [link.remote.address], 65536).wait(30)

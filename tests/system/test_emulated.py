@@ -63,13 +63,13 @@ def counters(node: Node, rail: int = 0) -> dict[str, int]:
 
 @pytest.fixture(params=Route)
 def link(request: pytest.FixtureRequest, node: Node) -> Iterator[Link]:
-    with node.connect(0, route=request.param) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False, route=request.param) as sender, node.connect(1) as receiver:
         yield filled(memory.link(sender, receiver, NBYTES))
 
 
 @pytest.fixture
 def slow_link(slow: Node) -> Iterator[Link]:
-    with slow.connect(0) as sender, slow.connect(1) as receiver:
+    with slow.connect(0, local=False) as sender, slow.connect(1) as receiver:
         yield filled(memory.link(sender, receiver, NBYTES))
 
 
@@ -117,7 +117,7 @@ def result(transfer: Transfer) -> Result:
 def test_a_rail_sends_at_its_rate(nodes: Nodes, rails: int, route: Route) -> None:
     rate_gbit, nbytes = 1.0, 64 << 20
     node = emulated(nodes, rails, rate_gbit=rate_gbit, relay=LARGE)
-    with node.connect(0, route=route) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False, route=route) as sender, node.connect(1) as receiver:
         source = memory.make(sender, nbytes)
         source.array[:] = patterns.content(nbytes, 1)
         destinations = [memory.make(receiver, nbytes, rail=rail) for rail in range(rails)]
@@ -148,7 +148,7 @@ def test_a_rail_sends_at_its_rate(nodes: Nodes, rails: int, route: Route) -> Non
 
 def test_late_copies_are_counted(nodes: Nodes) -> None:
     node = emulated(nodes, rate_gbit=10_000)  # no memory copies that fast
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         link = filled(memory.link(sender, receiver, NBYTES))
         assert result(send(link)) is Result.OK
     told = counters(node)
@@ -168,7 +168,7 @@ def test_outputs_say_emulated(link: Link, node: Node) -> None:
 
 
 def test_private_destinations_are_refused_by_name(node: Node) -> None:
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         private = memory.make(receiver, NBYTES, "private")
         with pytest.raises(
             RelayError, match=r"the emulated NIC of rail rail0 .* cannot write private memory"
@@ -178,7 +178,7 @@ def test_private_destinations_are_refused_by_name(node: Node) -> None:
 
 
 def test_private_sources_go_through_lanes(node: Node) -> None:
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         link = filled(memory.link(sender, receiver, NBYTES, source="private"))
         assert result(send(link)) is Result.OK
         assert patterns.arrived(link.source.array, link.destination.array, NBYTES // BLOCK, BLOCK, 1)
@@ -211,7 +211,7 @@ def test_tcp_and_emulated_rails_in_one_node(nodes: Nodes) -> None:
         "[relay]\nslots = 4\n"
     )
     node = nodes.start_file(instance, config)
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         source = memory.make(sender, NBYTES)
         source.array[:] = patterns.content(NBYTES, 1)
         destinations = [memory.make(receiver, NBYTES, rail=rail) for rail in range(2)]
@@ -282,7 +282,7 @@ def test_a_source_can_be_unregistered_once_its_transfer_is_cancelled(slow_link: 
 
 
 def test_a_stopped_helper_leaves_a_transfer_unsettled_until_it_goes_on(node: Node) -> None:
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         link = filled(memory.link(sender, receiver, NBYTES))
         assert result(send(link)) is Result.OK
         [helper] = helpers(node)
@@ -303,7 +303,7 @@ def test_a_stopped_helper_leaves_a_transfer_unsettled_until_it_goes_on(node: Nod
 
 def test_a_killed_helper_takes_its_rail_down_and_no_other(nodes: Nodes) -> None:
     node = emulated(nodes, 2, rate_gbit=0.02)
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         links = [filled(memory.link(sender, receiver, NBYTES))]
         other = memory.make(receiver, 65536, rail=0)
         remote = sender.open(other.offer())
@@ -327,7 +327,7 @@ def test_a_killed_helper_takes_its_rail_down_and_no_other(nodes: Nodes) -> None:
 
 def test_the_helper_ends_with_a_killed_daemon(node: Node) -> None:
     [helper] = helpers(node)
-    with node.connect(0):
+    with node.connect(0, local=False):
         node.kill()
     until(lambda: not processes.alive(helper), "the helper ends")
     os.waitpid(helper, 0)  # an orphan, adopted
@@ -335,7 +335,7 @@ def test_the_helper_ends_with_a_killed_daemon(node: Node) -> None:
 
 def test_the_helper_ends_with_its_daemon_and_says_what_it_did(node: Node) -> None:
     [helper] = helpers(node)
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         assert result(send(filled(memory.link(sender, receiver, NBYTES)))) is Result.OK
     assert node.terminate() == 0
     assert not processes.alive(helper)
@@ -346,7 +346,7 @@ def test_the_helper_ends_with_its_daemon_and_says_what_it_did(node: Node) -> Non
 def test_a_killed_sender_leaves_the_others_alone(nodes: Nodes, engines: Engines) -> None:
     node = emulated(nodes, rate_gbit=0.2)
     doomed = engines.start(node, rank=2)
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         link = filled(memory.link(sender, receiver, NBYTES))
         there = memory.make(receiver, NBYTES)
         doomed.ask("memory", name="pages", nbytes=NBYTES, kind="private", seed=2)
@@ -363,7 +363,7 @@ def test_a_killed_sender_leaves_the_others_alone(nodes: Nodes, engines: Engines)
 def test_a_killed_receiver_fails_the_transfer_by_name(nodes: Nodes, engines: Engines) -> None:
     node = emulated(nodes, rate_gbit=0.02)
     doomed = engines.start(node, rank=2)
-    with node.connect(0) as sender:
+    with node.connect(0, local=False) as sender:
         source = memory.make(sender, NBYTES)
         offer = doomed.ask("memory", name="pages", nbytes=NBYTES, kind="shared")
         remote = sender.open(bytes.fromhex(offer))
@@ -373,7 +373,7 @@ def test_a_killed_receiver_fails_the_transfer_by_name(nodes: Nodes, engines: Eng
 
 
 def test_relay_memory_that_is_truncated_ends_its_client_alone(node: Node) -> None:
-    with node.connect(0) as sender, node.connect(1) as receiver, RawClient(node.socket, rank=5) as raw:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver, RawClient(node.socket, rank=5) as raw:
         link = filled(memory.link(sender, receiver, NBYTES))
         raw.attach()
         raw.lease()
@@ -384,7 +384,7 @@ def test_relay_memory_that_is_truncated_ends_its_client_alone(node: Node) -> Non
 
 
 def test_a_destination_that_is_truncated_fails_alone(node: Node) -> None:
-    with node.connect(0) as sender, node.connect(1) as receiver, RawClient(node.socket, rank=6) as raw:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver, RawClient(node.socket, rank=6) as raw:
         link = filled(memory.link(sender, receiver, NBYTES))
         raw.attach()
         registered, fd = raw.register(NBYTES)
@@ -403,7 +403,7 @@ def test_a_destination_that_is_truncated_fails_alone(node: Node) -> None:
 
 def test_many_transfers_over_four_rails_arrive(nodes: Nodes) -> None:
     node = emulated(nodes, 4)
-    with node.connect(1) as sender, node.connect(2) as receiver:
+    with node.connect(1, local=False) as sender, node.connect(2) as receiver:
         source = memory.make(sender, NBYTES, "private")
         source.array[:] = patterns.content(NBYTES, 1)
         destinations = [memory.make(receiver, NBYTES, rail=rail) for rail in range(4)]

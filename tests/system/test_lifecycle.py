@@ -203,7 +203,7 @@ def small_shm(directory: Path, size: str) -> Sequence[str]:
 
 def test_lanes_that_do_not_fit_into_shared_memory_are_refused_and_the_session_goes_on(nodes: Nodes) -> None:
     node = nodes.start(prefix=small_shm(nodes.directory, "6m"), relay={"slots": 64, "table_entries": 64})
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1) as receiver:
         link = filled(sender, receiver, source="private")
         for _ in range(2):
             with pytest.raises(RelayError, match=rf"{64 * 262144} bytes of shared memory wanted, \d+ free") as failure:
@@ -241,7 +241,7 @@ def test_clients_whose_segment_does_not_fit_are_refused(nodes: Nodes) -> None:
 
 def test_slots_of_a_size_that_no_machine_has_fail_when_a_lane_is_wanted(nodes: Nodes) -> None:
     node = nodes.start(relay={"slots": 256, "slot_bytes": "1GiB", "table_entries": 16})
-    with node.connect(0) as client:
+    with node.connect(0, local=False) as client:
         source = client.register(np.ones(4096, np.uint8), receive=False)
         to = memory.make(client, 4096)
         remote = client.open(to.offer())
