@@ -151,7 +151,7 @@ class GpuMemory:
             except RelayError as failure:
                 if self._options.copy == Copy.KERNEL:
                     raise
-                log.warning("no gather kernel, the copy engine does all: %s", failure)
+                log.warning("no gather kernel, the copy engine does all: %s", failure.text)
                 self._kernel = 0
         return self._kernel
 

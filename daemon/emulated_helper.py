@@ -131,7 +131,7 @@ class GpuMemory:
         if message.kind == "host":
             here = mover.add_file(number, message.base, message.nbytes, fds[0], message.offset)
             try:
-                self._undo[number] = self._pinned(here, message.nbytes)
+                self._undo[number] = self._pinned(number, here, message.nbytes)
             except BaseException:
                 mover.remove(number)
                 raise
@@ -153,10 +153,11 @@ class GpuMemory:
         undo()
         self._mover.remove(memory)
 
-    def _pinned(self, address: int, nbytes: int) -> Callable[[], None]:
+    def _pinned(self, number: int, address: int, nbytes: int) -> Callable[[], None]:
         page = os.sysconf("SC_PAGESIZE")
         first = address // page * page
-        self._gpu.host_register(first, -(-(address + nbytes) // page) * page - first)
+        known = self._gpu.host_register(first, -(-(address + nbytes) // page) * page - first)
+        self._mover.relocate(number, known + address - first)
         return partial(self._gpu.host_unregister, first)
 
 
@@ -188,12 +189,14 @@ def main() -> int:
             memory: Memory = GpuMemory(mover, options.gpu) if options.gpu else HostMemory(mover)
         except (RelayError, OSError) as failure:
             text = failure.text if isinstance(failure, RelayError) else failure.strerror or str(failure)
-            daemon.send(encode(Refused(text)))
+            with contextlib.suppress(BrokenPipeError):
+                daemon.send(encode(Refused(text)))
             return 1
         thread = threading.Thread(target=_move, args=(options.rail, mover), daemon=True)
         thread.start()
-        daemon.send(encode(Ready(memory.device)))
-        _serve(daemon, memory)
+        with contextlib.suppress(BrokenPipeError):
+            daemon.send(encode(Ready(memory.device)))
+            _serve(daemon, memory)
         mover.stop()
         thread.join()
     log.info("%s", _summary(options.rail, mover))

@@ -94,6 +94,19 @@ int re_add_file(struct re_mover *m, uint64_t id, uint64_t base, uint64_t bytes, 
     return error;
 }
 
+int re_relocate(struct re_mover *m, uint64_t id, uint64_t here)
+{
+    int found = 0;
+    pthread_mutex_lock(&m->lock);
+    for (uint32_t i = 0; i < m->memory_count && !found; i++) {
+        if (m->memories[i].id != id) continue;
+        m->memories[i].here = here;
+        found = 1;
+    }
+    pthread_mutex_unlock(&m->lock);
+    return found ? 0 : -ENOENT;
+}
+
 int re_remove(struct re_mover *m, uint64_t id)
 {
     struct rr_mapping *mapping = NULL;

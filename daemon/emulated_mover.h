@@ -50,6 +50,8 @@ void re_close(struct re_mover *mover);
 /* Host memory: maps the file. 0 or -errno. here_out: where. */
 int re_add_file(struct re_mover *mover, uint64_t id, uint64_t base, uint64_t bytes, int fd, uint64_t offset, uint64_t *here);
 int re_add_address(struct re_mover *mover, uint64_t id, uint64_t base, uint64_t bytes, uint64_t here);
+/* The mover is to reach it at another address. 0 or -ENOENT. */
+int re_relocate(struct re_mover *mover, uint64_t id, uint64_t here);
 /* Nothing that was posted uses it any more. 0 or -ENOENT. */
 int re_remove(struct re_mover *mover, uint64_t id);
 /* Until re_stop: 0. -EIO: a CUDA call failed, see gpu_call and gpu_error. */

@@ -19,6 +19,8 @@ class Mover:
     def add_file(self, memory: int, base: int, nbytes: int, fd: int, offset: int) -> int:
         """Maps memory that the daemon knows under ``base``; returns where. The descriptor stays the caller's. OSError."""
     def add_address(self, memory: int, base: int, nbytes: int, here: int) -> None: ...
+    def relocate(self, memory: int, here: int) -> None:
+        """The copies are to use another address, that of the GPU."""
     def remove(self, memory: int) -> None:
         """Nothing that was posted uses it any more. OSError if it is not known."""
     def run(self) -> None:

@@ -37,6 +37,7 @@ cdef extern from "emulated_mover.h" nogil:
     void re_close(re_mover *)
     int re_add_file(re_mover *, uint64_t id, uint64_t base, uint64_t bytes, int fd, uint64_t offset, uint64_t *here)
     int re_add_address(re_mover *, uint64_t id, uint64_t base, uint64_t bytes, uint64_t here)
+    int re_relocate(re_mover *, uint64_t id, uint64_t here)
     int re_remove(re_mover *, uint64_t id)
     int re_run(re_mover *)
     void re_stop(re_mover *)
@@ -110,6 +111,9 @@ cdef class Mover:
 
     def add_address(self, uint64_t memory, uint64_t base, uint64_t nbytes, uint64_t here):
         check(re_add_address(&self.mover, memory, base, nbytes, here))
+
+    def relocate(self, uint64_t memory, uint64_t here):
+        check(re_relocate(&self.mover, memory, here))
 
     def remove(self, uint64_t memory):
         check(re_remove(&self.mover, memory))
