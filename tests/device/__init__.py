@@ -1,0 +1,1 @@
+"""Measurements on a machine with GPUs; run is the entry."""
