@@ -113,18 +113,40 @@ def free_bytes() -> int:
     return max(0, free)
 
 
+@dataclass(frozen=True)
+class Emulated:
+    """The emulated NIC of a rail, and the GPU whose memory its lanes are; "" for host memory."""
+
+    rate_gbit: float
+    gpu: str = ""
+
+    def lines(self) -> list[str]:
+        where = ['memory = "device"', f"gpu = {json.dumps(self.gpu)}"] if self.gpu else []
+        return ['nic = "emulated"', f"rate_gbit = {self.rate_gbit!r}", *where]
+
+
 class Node:
     """A daemon of its own instance. Closes idempotently, and ends with this process however that ends."""
 
     def __init__(
-        self, instance: str, directory: Path, geometry: Geometry, cpus: Sequence[int], congestion: str = ""
+        self,
+        instance: str,
+        directory: Path,
+        geometry: Geometry,
+        cpus: Sequence[int],
+        congestion: str = "",
+        emulated: Sequence[Emulated] = (),
     ) -> None:
-        """``cpus``: the core of each rail's thread, -1 for none. RelayError if it does not start."""
+        """``cpus``: the core of each rail's thread, -1 for none. ``emulated``: of each rail, or none. RelayError if it
+        does not start."""
         self.instance = instance
         self.rails = len(cpus)
         self._log = directory / f"{instance}.log"
         config = directory / f"{instance}.toml"
-        config.write_text(_config(instance, directory / f"{instance}.sock", geometry, cpus, congestion))
+        rails = [[f'address = "{ADDRESS}"', f"cpu = {cpu}"] for cpu in cpus]
+        for rail, nic in zip(rails, emulated, strict=False):
+            rail += nic.lines()
+        config.write_text(_config(instance, directory / f"{instance}.sock", geometry, rails, congestion))
         ready, child_end = os.pipe()
         try:
             with self._log.open("wb") as log:
@@ -202,7 +224,7 @@ def congestion_controls() -> list[str]:
     return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
 
 
-def _config(instance: str, socket: Path, geometry: Geometry, cpus: Sequence[int], congestion: str) -> str:
+def _config(instance: str, socket: Path, geometry: Geometry, rails: Sequence[Sequence[str]], congestion: str) -> str:
     lines = [
         "[node]",
         f'instance = "{instance}"',
@@ -213,8 +235,8 @@ def _config(instance: str, socket: Path, geometry: Geometry, cpus: Sequence[int]
         "[tcp]",
         f'congestion = "{congestion}"',
     ]
-    for cpu in cpus:
-        lines += ["[[rail]]", f'address = "{ADDRESS}"', f"cpu = {cpu}"]
+    for rail in rails:
+        lines += ["[[rail]]", *rail]
     return "\n".join(lines) + "\n"
 
 

@@ -7,8 +7,12 @@ transfer (up to 1 MiB in all) is measured with the daemons asleep before it; its
 With --route local both engines are clients of one daemon, and the limit is a plain memcpy loop over the same scattered
 blocks; without --block-bytes both cases that have a target are measured.
 
-WHAT: transfer (the default); waiting, the CPU that 8 blocked callers and an idle daemon with 4 rails use; event, the
-CPU while a transfer waits for its event; submit, how long a call with 500,000 blocks holds the GIL."""
+With --memory cuda, or as WHAT overlap, it measures instead how well the copy into relay memory hides behind the NIC:
+one daemon with two emulated NICs, an engine on each rail, the same bytes by the own rail's NIC directly, by relay, and
+by relay with a NIC that takes no time (the feeder alone). Hidden is 1 - (relay - direct) / feeder alone.
+
+WHAT: transfer (the default); overlap; waiting, the CPU that 8 blocked callers and an idle daemon with 4 rails use;
+event, the CPU while a transfer waits for its event; submit, how long a call with 500,000 blocks holds the GIL."""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ import argparse
 import json
 import os
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from railrelay.client.cli import _bench_local, _bench_others, _node
+from railrelay.client.cli import _bench_local, _bench_others, _bench_overlap, _node
 from railrelay.client.cli._bench_engines import Case
 from railrelay.client.cli._bench_setup import Placement, Run, Setup, ready
 from railrelay.client.cli._bench_targets import targets_of
@@ -40,8 +45,12 @@ _SMALL_GAP_NS: Final = 1_000_000
 _NOISE_CORES: Final = 0.15
 
 
+Measure: TypeAlias = Callable[[argparse.Namespace, Progress], dict[str, Any]]
+Report: TypeAlias = Callable[[dict[str, Any]], str]
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    what = ["transfer", *_bench_others.OTHERS]
+    what = ["transfer", "overlap", *_bench_others.OTHERS]
     parser.add_argument("what", nargs="?", choices=what, default=what[0], metavar="WHAT", help=", ".join(what))
     parser.add_argument("--blocks", type=int, default=16384, metavar="N", help="default: %(default)s")
     parser.add_argument("--block-bytes", type=int, metavar="B", help=f"default: {_BLOCK_BYTES}")
@@ -56,23 +65,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rails", type=int, default=1, metavar="R", help="default: %(default)s")
     parser.add_argument("--congestion", default="reno", metavar="NAME", help="TCP congestion control (default: reno)")
     parser.add_argument("--json", action="store_true", help="for programs")
+    _bench_overlap.configure(parser)
     parser.epilog = _node.STABILITY
 
 
 def run(args: argparse.Namespace) -> int:
     progress = Progress()
-    local = args.what == "transfer" and args.route == "local"
-    measure = _bench_local.local if local else _bench_others.OTHERS.get(args.what, _transfer)
-    if not local:
-        args.block_bytes = args.block_bytes or _BLOCK_BYTES
+    measure, report = _measurement(args)
     try:
         result = measure(args, progress)
     except KeyboardInterrupt:
         progress.step("interrupted; daemons, engines and their memory are gone")
         return 130
-    report = _bench_local.report if local else _report if args.what == "transfer" else _bench_others.report
     print(json.dumps(result, indent=2) if args.json else report(result))
     return 0 if result["verified"] else 1
+
+
+def _measurement(args: argparse.Namespace) -> tuple[Measure, Report]:
+    if args.what == "overlap" or (args.what == "transfer" and args.memory == "cuda"):
+        return _bench_overlap.overlap, _bench_overlap.report
+    if args.what == "transfer" and args.route == "local":
+        return _bench_local.local, _bench_local.report
+    args.block_bytes = args.block_bytes or _BLOCK_BYTES
+    if args.what == "transfer":
+        return _transfer, _report
+    return _bench_others.OTHERS[args.what], _bench_others.report
 
 
 @dataclass(frozen=True)
