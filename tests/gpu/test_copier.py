@@ -1,0 +1,361 @@
+"""The copier (gpu_copy.c): its three ways, the choice between them, and the word that is written after the copies."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pytest
+from helpers import gpus, patterns
+from helpers.gpus import Card, Control
+from helpers.patterns import Bytes
+
+from railrelay.client import core, cuda
+
+pytestmark = pytest.mark.gpu
+
+KIB: Final = 1 << 10
+CLIENT: Final = Path(cuda.__file__).parent
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+STRIDED, BATCH, KERNEL = range(3)
+AUTO: Final = -1
+WAYS: Final = ("strided", "batch", "kernel")
+AREA: Final = 4 << 20
+LIST_PIECES: Final = 1024
+LISTS: Final = 4
+
+Pieces = Sequence[tuple[int, int, int]]  # offsets of source and destination, bytes
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    here = Path(__file__).parent
+    target = tmp_path_factory.mktemp("copier") / "copier.so"
+    source = REPOSITORY / "client" / "gpu_copy.c"
+    gpus.compiled(here / "copier_shim.c", target, "-shared", "-fPIC", "-I", str(source.parent), str(source))
+    shim = ctypes.CDLL(str(target))
+    pointer, u32, u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+    shim.shim_open.restype = pointer
+    shim.shim_open.argtypes = [pointer, u32, pointer, pointer, pointer, pointer, u32, u32, ctypes.c_int32]
+    shim.shim_put.argtypes = [pointer, u32, u32, pointer, pointer, pointer]
+    shim.shim_copy.argtypes = [pointer, u32, u32]
+    shim.shim_signal.argtypes = [pointer, u64, u64]
+    shim.shim_calibrate.argtypes = [pointer, u64, u64, ctypes.c_double]
+    shim.shim_error_name.argtypes, shim.shim_error_name.restype = [pointer, ctypes.c_int], ctypes.c_char_p
+    for name in ("shim_close", "shim_enter"):
+        getattr(shim, name).argtypes = [pointer]
+    for name in ("shim_costs", "shim_set_costs", "shim_counters"):
+        getattr(shim, name).argtypes = [pointer, pointer]
+    return shim
+
+
+@dataclass
+class Copier:
+    """One between two areas: the source on the GPU, the destination in pinned host memory unless told otherwise."""
+
+    shim: ctypes.CDLL
+    at: int
+    gpu: Card
+    stream: int
+    source: int
+    destination: int
+    content: Bytes
+
+    def put(self, pieces: Pieces, which: int = 0) -> None:
+        sources = np.array([self.source + source for source, _, _ in pieces], np.uint64)
+        destinations = np.array([self.destination + destination for _, destination, _ in pieces], np.uint64)
+        sizes = np.array([size for _, _, size in pieces], np.uint32)
+        self.shim.shim_put(
+            self.at, which, len(pieces), sources.ctypes.data, destinations.ctypes.data, sizes.ctypes.data
+        )
+
+    def copy(self, pieces: Pieces, which: int = 0) -> None:
+        self.put(pieces, which)
+        with self.gpu.current():
+            assert self.shim.shim_copy(self.at, which, len(pieces)) == 0
+
+    def moves(self, pieces: Pieces) -> None:
+        """Copies, and checks every byte of the destination, also those that nobody may touch."""
+        before = self.gpu.read(self.destination, AREA)
+        self.copy(pieces)
+        self.gpu.synchronize()
+        for source, destination, size in pieces:
+            before[destination : destination + size] = self.content[source : source + size]
+        assert bool((self.gpu.read(self.destination, AREA) == before).all())
+
+    def counters(self) -> dict[str, tuple[int, int, int]]:
+        """(operations, pieces, bytes) by way"""
+        found = np.zeros(9, np.uint64)
+        self.shim.shim_counters(self.at, found.ctypes.data)
+        table = found.reshape(3, 3).astype(int)
+        return {way: (int(table[0, i]), int(table[1, i]), int(table[2, i])) for i, way in enumerate(WAYS)}
+
+    def costs(self) -> list[float]:
+        found = np.zeros(7)
+        self.shim.shim_costs(self.at, found.ctypes.data)
+        return list(found)
+
+    def set_costs(self, **changes: float) -> None:
+        names = ("strided_ns", "row_ns", "batched_ns", "kernel_ns", "engine_rate", "kernel_rate", "nic_rate")
+        costs = np.array([float(changes.get(name, cost)) for name, cost in zip(names, self.costs(), strict=True)])
+        self.shim.shim_set_costs(self.at, costs.ctypes.data)
+
+
+Make = Callable[..., Copier]
+
+
+@pytest.fixture
+def make(library: ctypes.CDLL, gpu: Card) -> Iterator[Make]:
+    made: list[int] = []
+    names = list(core.FUNCTION_NAMES)
+
+    def build(
+        forced: int = AUTO,
+        *,
+        kernel: bool = True,
+        onto: Card | None = None,
+        shift: int = 0,
+        list_pieces: int = LIST_PIECES,
+        functions: Callable[[list[int]], list[int]] = lambda addresses: addresses,
+    ) -> Copier:
+        addresses = np.array(functions(cuda.function_addresses(names)), np.uint64)
+        lists = gpu.host_alloc(LISTS * list_pieces * 24)
+        stream = gpu.stream()
+        at = library.shim_open(
+            addresses.ctypes.data,
+            len(addresses),
+            gpu.context,
+            stream,
+            gpu.gather_kernel() if kernel else 0,
+            lists,
+            LISTS,
+            list_pieces,
+            forced,
+        )
+        assert at
+        made.append(at)
+        content = patterns.content(AREA, 7)
+        source = gpu.alloc(AREA + 256) + shift
+        gpu.write(source, content)
+        destination = (onto.allocated(AREA, "gpu") if onto else gpu.host_alloc(AREA + 256)) + shift
+        return Copier(library, at, gpu, stream, source, destination, content)
+
+    yield build
+    gpu.synchronize()
+    for at in made:
+        library.shim_close(at)
+
+
+def scattered(sizes: Sequence[int], seed: int, unit: int = 1) -> list[tuple[int, int, int]]:
+    """Pieces of these sizes at multiples of ``unit`` on both sides, in random order, with gaps."""
+    room = [-(-size // unit) * unit + unit for size in sizes]
+    sources, destinations, _ = patterns.mixed(AREA // unit, AREA // unit, [size // unit for size in room], seed)
+    rng = np.random.default_rng(seed)
+    order = np.argsort(np.array(patterns.mixed(AREA // unit, AREA // unit, [size // unit for size in room], seed)[2]))
+    by_room = np.argsort(np.array(room), kind="stable")
+    pieces = [
+        (int(sources[place]) * unit, int(destinations[place]) * unit, sizes[which])
+        for place, which in zip(order, by_room, strict=True)
+    ]
+    rng.shuffle(pieces)
+    return pieces
+
+
+def rows(count: int, size: int, source_step: int, destination_step: int, at: tuple[int, int] = (0, 0)) -> Pieces:
+    return [(at[0] + i * source_step, at[1] + i * destination_step, size) for i in range(count)]
+
+
+@pytest.mark.parametrize("forced", [STRIDED, BATCH, KERNEL, AUTO])
+@pytest.mark.parametrize("alignment", [1, 4, 16])
+@pytest.mark.parametrize("shift", [0, 1, 4])
+def test_scattered_pieces_by_each_way(make: Make, forced: int, alignment: int, shift: int) -> None:
+    copier = make(forced, shift=shift)
+    rng = np.random.default_rng(alignment)
+    sizes = [int(size) * alignment for size in rng.integers(1, 6000 // alignment, 300)]
+    copier.moves(scattered(sizes, alignment, alignment))
+    expected = "kernel" if forced == KERNEL else "batch"
+    if forced != AUTO:
+        assert copier.counters()[expected] == (1, 300, sum(sizes))
+
+
+@pytest.mark.parametrize("size", [1, 3, 15, 16, 17, 255, 256, 4096, 65537])
+def test_any_size_by_the_kernel(make: Make, size: int) -> None:
+    copier = make(KERNEL)
+    copier.moves(scattered([size] * min(40, AREA // (2 * size + 2)), size))
+
+
+@pytest.mark.parametrize("forced", [STRIDED, BATCH, KERNEL])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, LIST_PIECES])
+def test_lists_of_every_length(make: Make, forced: int, count: int) -> None:
+    copier = make(forced)
+    copier.moves(scattered([2048] * count, count, 256))
+    assert sum(pieces for _, pieces, _ in copier.counters().values()) == count
+
+
+@pytest.mark.parametrize(
+    ("pieces", "strided"),
+    [
+        (rows(61, 1152, 4096, 1152), 61),
+        (rows(3, 1152, 4096, 1152), 0),  # too few
+        (rows(4, 1152, 4096, 1152), 4),
+        (rows(20, 512, 512, 8192), 20),  # the source is contiguous
+        (rows(20, 512, 256, 512), 0),  # rows of the source overlap
+        (list(reversed(rows(20, 512, 1024, 512))), 0),  # backwards
+        ([*rows(10, 512, 1024, 512), *rows(10, 512, 2048, 512, (1 << 20, 1 << 20))], 20),
+        ([*rows(10, 512, 1024, 512), (1 << 20, 1 << 20, 77), *rows(2, 64, 64, 64, (2 << 20, 2 << 20))], 10),
+        ([*rows(9, 512, 1024, 512), (9 * 1024, 9 * 512, 511)], 9),  # the last one is shorter
+    ],
+)
+def test_rows_at_constant_distances_are_one_strided_copy(make: Make, pieces: Pieces, strided: int) -> None:
+    copier = make(STRIDED)
+    copier.moves(pieces)
+    counted = copier.counters()
+    assert counted["strided"][1] == strided
+    assert counted["batch"][1] == len(pieces) - strided
+
+
+def test_distances_above_the_largest_pitch_are_not_strided(make: Make) -> None:
+    """No memory is that large here: what the copier hands to the driver is looked at."""
+    calls: list[str] = []
+    kinds = {
+        "cuMemcpy2DAsync": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        "cuMemcpyBatchAsync": ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 8),
+    }
+
+    def note(name: str) -> Callable[..., int]:
+        def called(*_: object) -> int:
+            calls.append(name)
+            return 0
+
+        return called
+
+    callbacks = {name: kind(note(name)) for name, kind in kinds.items()}
+
+    def replaced(addresses: list[int]) -> list[int]:
+        names = list(core.FUNCTION_NAMES)
+        for name, callback in callbacks.items():
+            addresses[names.index(name)] = ctypes.cast(callback, ctypes.c_void_p).value or 0
+        return addresses
+
+    copier = make(STRIDED, functions=replaced)
+    for step, expected in ((0x7FFFFFFF, "cuMemcpy2DAsync"), (0x80000000, "cuMemcpyBatchAsync")):
+        for pieces in (rows(8, 256, step, 256), rows(8, 256, 256, step)):
+            calls.clear()
+            copier.copy(pieces)
+            assert calls == [expected]
+
+
+def test_without_a_kernel_the_copy_engine_does_all(make: Make) -> None:
+    for forced in (AUTO, KERNEL):
+        copier = make(forced, kernel=False)
+        copier.moves(scattered([256] * 500, 3, 64))
+        counters = copier.counters()
+        assert counters["kernel"] == (0, 0, 0)
+        assert counters["batch"] == (1, 500, 128000)
+
+
+def test_without_copy_batches_pieces_are_copied_one_by_one(make: Make) -> None:
+    where = list(core.FUNCTION_NAMES).index("cuMemcpyBatchAsync")
+    copier = make(BATCH, functions=lambda all_of: [*all_of[:where], 0, *all_of[where + 1 :]])
+    copier.moves(scattered([777] * 300, 4))
+    assert copier.counters()["batch"] == (1, 300, 300 * 777)
+
+
+def test_the_cheapest_way_that_keeps_up_is_chosen(make: Make) -> None:
+    copier = make()
+    copier.set_costs(
+        strided_ns=2000, row_ns=4, batched_ns=500, kernel_ns=4000, engine_rate=300, kernel_rate=100, nic_rate=50
+    )
+    large = scattered([64 * KIB] * 20, 1, 256)
+    small = scattered([256] * 1000, 2, 64)
+    copier.copy(large)
+    assert copier.counters()["batch"][1] == 20
+    copier.copy(small, 1)
+    assert copier.counters()["kernel"][1] == 1000
+    copier.copy(rows(61, 8 * KIB, 16 * KIB, 8 * KIB), 2)
+    assert copier.counters()["strided"][1] == 61
+    copier.copy(rows(61, 64, 128, 64), 3)  # a 2D copy for so little would cost more than the NIC's time
+    assert copier.counters()["strided"][1] == 61
+    copier.gpu.synchronize()
+
+
+def test_mixed_lists_take_several_ways_at_once(make: Make) -> None:
+    copier = make()
+    copier.set_costs(
+        strided_ns=200, row_ns=1, batched_ns=5000, kernel_ns=100, engine_rate=300, kernel_rate=300, nic_rate=50
+    )
+    half = AREA // 2
+    pieces = [
+        *rows(100, 2048, 4096, 2048),
+        *[(half + source % half, half + i * 512, 300) for i, (source, _, _) in enumerate(scattered([300] * 200, 5))],
+        *rows(40, 4096, 8192, 4096, (half, half + 200 * 512)),
+    ]
+    pieces = [piece for piece in pieces if piece[0] + piece[2] <= AREA]
+    copier.moves(pieces)
+    counted = copier.counters()
+    assert counted["strided"][0] == 2
+    assert counted["kernel"][0] == 1
+    assert sum(count for _, count, _ in counted.values()) == len(pieces)
+
+
+def test_calibration_keeps_counters_and_finds_costs(make: Make, gpu: Card) -> None:
+    copier = make()
+    scratch = gpu.alloc(1 << 20)
+    assert copier.shim.shim_calibrate(copier.at, scratch, copier.destination, 50.0) == 0
+    assert copier.counters() == dict.fromkeys(WAYS, (0, 0, 0))
+    costs = copier.costs()
+    assert all(cost > 0 for cost in costs)
+    assert costs[6] == 50.0
+    assert bool((gpu.read(copier.destination + (1 << 20), 4096) == 0).all()), "more than 1 MiB was written"
+
+
+def test_a_copy_onto_another_gpu(make: Make, two_gpus: tuple[Card, Card]) -> None:
+    copier = make(BATCH, onto=two_gpus[1])
+    copier.moves(scattered([4096] * 200, 6, 16))
+
+
+@pytest.mark.parametrize("forced", [STRIDED, BATCH, KERNEL])
+def test_the_word_is_written_after_all_copies_before_it(make: Make, gpu: Card, forced: int) -> None:
+    """Lists in turn, the doorbell watched: what it announces is there, and a list is used again only then."""
+    copier = make(forced)
+    word = gpu.host_alloc(8)
+    seen = ctypes.c_uint64.from_address(word)
+    piece, count = 512, 256
+    slot_bytes = piece * count
+    slots = (ctypes.c_uint8 * AREA).from_address(copier.destination)
+    arrived = np.frombuffer(slots, np.uint8)
+    order = np.random.default_rng(1)
+    expected: dict[int, Bytes] = {}
+    for number in range(1, 60):
+        slot = number % LISTS
+        limit = number - LISTS
+        while seen.value < limit:
+            pass
+        if limit > 0:
+            old = expected.pop(limit)
+            assert bool((arrived[slot * slot_bytes : (slot + 1) * slot_bytes] == old).all()), f"torn: {limit}"
+        chosen = order.permutation(AREA // piece - 1)[:count]
+        pieces = [(int(at) * piece, slot * slot_bytes + i * piece, piece) for i, at in enumerate(chosen)]
+        expected[number] = np.concatenate([copier.content[source : source + piece] for source, _, _ in pieces])
+        copier.copy(pieces, slot)
+        with gpu.current():
+            assert copier.shim.shim_signal(copier.at, word, number) == 0
+    gpu.synchronize()
+    assert seen.value == 59
+
+
+def test_errors_of_the_driver_are_handed_on(make: Make, control: Control) -> None:
+    calls = {STRIDED: "cuMemcpy2DAsync", BATCH: "cuMemcpyBatchAsync", KERNEL: "cuLaunchKernel"}
+    for forced, name in calls.items():
+        copier = make(forced)
+        copier.put(rows(64, 256, 512, 256))
+        control.fault(name, 1, 719)
+        with copier.gpu.current():
+            assert copier.shim.shim_copy(copier.at, 0, 64) == 719
+            assert copier.shim.shim_copy(copier.at, 0, 64) == 0
+        assert copier.shim.shim_error_name(copier.at, 719) == b"CUDA_ERROR_LAUNCH_FAILED"
+        assert copier.shim.shim_error_name(copier.at, 12345) == b"CUDA_ERROR_UNKNOWN"
