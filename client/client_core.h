@@ -154,7 +154,7 @@ struct rc_copier_facts {
     uint32_t list_count, list_pieces, thread_blocks;
     int32_t forced;
     uint64_t base, doorbell;          /* addresses for the GPU */
-    uint64_t scratch, scratch_target; /* 1 MiB each, to measure costs with */
+    uint64_t scratch, scratch_target; /* RG_CALIBRATION_BYTES each, to measure costs with */
     double nic_rate;
 };
 
@@ -322,7 +322,6 @@ void rc_describe(struct rr_slice *slice, struct rc_part *part, uint32_t block_co
 int rc_feed(struct rc_core *core, struct rc_part *part, int small, int wait_for_lock);
 
 /* ---- gpu_lane.c ---- */
-int rc_lane_is_idle(struct rc_core *core, uint32_t rail); /* no slot was ever reserved */
 int rc_use_gpu(struct rc_core *core, const uint64_t *functions, uint32_t count, void *context, int hang_up_fd);
 int rc_add_gpu_lane(struct rc_core *core, uint32_t rail, uint64_t address, uint64_t bytes, uint64_t generation);
 /* The lane is filled by copies on this stream from now on. -errno, or a CUresult. */

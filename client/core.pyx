@@ -102,7 +102,6 @@ cdef extern from "client_core.h" nogil:
     int rc_set_lane_copier(rc_core *, uint32_t rail, const rc_copier_facts *)
     int rc_set_bounce_copier(rc_core *, uint32_t rail, const rc_copier_facts *)
     int rc_lane_is_leased(const rc_lane *)
-    int rc_lane_is_idle(rc_core *, uint32_t rail)
     rr_lane *rc_shared_lane(rc_core *, uint32_t rail)
     struct rc_gpu_event:
         pass
@@ -411,9 +410,6 @@ cdef class ClientCore:
 
     def has_bounce_copier(self, uint32_t rail):
         return rail < self.core.rail_count and self.core.bounces[rail].copier is not NULL
-
-    def lane_is_idle(self, uint32_t rail):
-        return bool(rc_lane_is_idle(self.core, rail))
 
     # ---- GPU memory ----
 

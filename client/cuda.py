@@ -173,8 +173,12 @@ class Gpu:
             undo, self._undo = self._undo, []
         while undo:
             name, argument = undo.pop()
-            with contextlib.suppress(CudaError), self.current():
-                _call(name, argument)
+            with contextlib.suppress(CudaError):
+                if not undo:  # the context itself; a lost one cannot be made current, but goes with its last user
+                    _call(name, argument)
+                    return
+                with self.current():
+                    _call(name, argument)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

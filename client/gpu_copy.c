@@ -11,7 +11,6 @@
 #define PITCH_MAX 0x7fffffffull /* CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far */
 #define ROWS_MIN 4u
 #define BLOCK_THREADS 1024u
-#define CALIBRATION_BYTES (1u << 20)
 
 struct rg_2d {
     uint64_t source_x, source_y;
@@ -242,9 +241,9 @@ rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t desti
     }
     if (!result && copier->kernel) {
         struct measured empty = measure(copier, RG_KERNEL, source, destination, 4, 256, 0);
-        struct measured full = measure(copier, RG_KERNEL, source, destination, CALIBRATION_BYTES / 2 / 4096, 4096, 0);
+        struct measured full = measure(copier, RG_KERNEL, source, destination, RG_CALIBRATION_BYTES / 2 / 4096, 4096, 0);
         result = empty.result | full.result;
-        if (!result) costs->kernel_rate = CALIBRATION_BYTES / 2 / at_least(full.ns - empty.ns, 1);
+        if (!result) costs->kernel_rate = RG_CALIBRATION_BYTES / 2 / at_least(full.ns - empty.ns, 1);
     }
     copier->counters = counters;
     return result;

@@ -10,6 +10,8 @@
 
 #include <stdint.h>
 
+#define RG_CALIBRATION_BYTES (1u << 20)
+
 typedef int rg_result; /* CUresult; 0 is success */
 
 struct rg_2d;         /* CUDA_MEMCPY2D */
@@ -87,8 +89,8 @@ rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t count);
 /* Then, in stream order and after all earlier copies are visible to everybody, writes an aligned word. */
 rg_result rg_signal(struct rg_copier *copier, uint64_t address, uint64_t value);
 
-/* Measures the costs with copies from source to destination (1 MiB each, the contents of which are lost); waits for the
- * stream. nic_rate as in rg_costs. */
+/* Measures the costs with copies from source to destination (RG_CALIBRATION_BYTES each, the contents
+ * of which are lost); waits for the stream. nic_rate as in rg_costs. */
 rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t destination, double nic_rate);
 
 const char *rg_error_name(const struct rg_api *api, rg_result result);

@@ -40,16 +40,8 @@ int rc_add_gpu_lane(struct rc_core *core, uint32_t rail, uint64_t address, uint6
     return 0;
 }
 
-int rc_lane_is_idle(struct rc_core *core, uint32_t rail)
-{
-    struct rc_lane *lane = &core->lanes[rail];
-    pthread_mutex_lock(&lane->lock);
-    int idle = lane->producer.head == 0 && lane->producer.free_count == lane->producer.slots;
-    pthread_mutex_unlock(&lane->lock);
-    return idle;
-}
-
-static struct rg_copier *new_copier(struct rc_core *core, const struct rc_copier_facts *facts, rg_result *result)
+/* Costs are measured with copies to target. */
+static struct rg_copier *new_copier(struct rc_core *core, const struct rc_copier_facts *facts, uint64_t target, rg_result *result)
 {
     struct rg_copier *copier = malloc(sizeof *copier);
     if (!copier) return NULL;
@@ -59,41 +51,39 @@ static struct rg_copier *new_copier(struct rc_core *core, const struct rc_copier
     }
     copier->thread_blocks = facts->thread_blocks;
     copier->forced = facts->forced;
-    *result = rg_calibrate(copier, facts->scratch, facts->scratch_target, facts->nic_rate);
-    return copier;
+    *result = rg_calibrate(copier, facts->scratch, target, facts->nic_rate);
+    if (!*result) return copier;
+    rg_close(copier);
+    free(copier);
+    return NULL;
 }
 
 int rc_set_lane_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts)
 {
     if (rail >= core->rail_count || !rc_lane_is_leased(&core->lanes[rail]) || facts->list_count < core->facts.slots) return -EINVAL;
-    rg_result result = 0;
-    struct rg_copier *copier = new_copier(core, facts, &result);
-    if (!copier) return -ENOMEM;
-    if (result) {
-        rg_close(copier);
-        free(copier);
-        return result;
-    }
     struct rc_lane *lane = &core->lanes[rail];
+    rg_result result = 0;
+    /* Other threads may be sending host memory through the lane already: its memory is only for measuring while no slot
+     * of it was ever used, and none is while the lock is held. */
     pthread_mutex_lock(&lane->lock);
-    lane->gpu_base = facts->base;
-    lane->gpu_doorbell = facts->doorbell;
-    rr_store_release_pointer((void **)&lane->copier, copier);
+    int unused = lane->producer.head == 0 && lane->producer.free_count == lane->producer.slots;
+    uint64_t target = unused && lane->memory_bytes >= RG_CALIBRATION_BYTES ? facts->base : facts->scratch_target;
+    struct rg_copier *copier = new_copier(core, facts, target, &result);
+    if (copier) {
+        lane->gpu_base = facts->base;
+        lane->gpu_doorbell = facts->doorbell;
+        rr_store_release_pointer((void **)&lane->copier, copier);
+    }
     pthread_mutex_unlock(&lane->lock);
-    return 0;
+    return copier ? 0 : result ? result : -ENOMEM;
 }
 
 int rc_set_bounce_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts)
 {
     if (rail >= core->rail_count) return -EINVAL;
     rg_result result = 0;
-    struct rg_copier *copier = new_copier(core, facts, &result);
-    if (!copier) return -ENOMEM;
-    if (result) {
-        rg_close(copier);
-        free(copier);
-        return result;
-    }
+    struct rg_copier *copier = new_copier(core, facts, facts->scratch_target, &result);
+    if (!copier) return result ? result : -ENOMEM;
     core->bounces[rail].gpu_base = facts->base;
     rr_store_release_pointer((void **)&core->bounces[rail].copier, copier);
     return 0;

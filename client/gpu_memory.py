@@ -55,6 +55,7 @@ class GpuMemory:
         self._options = options
         self._lock = threading.Lock()
         self._lanes: dict[int, cuda.Mapping] = {}
+        self._known: dict[tuple[int, int], int] = {}
         self._event_stream = 0
         self._doorbells = 0  # of the whole segment
         self._scratch = 0
@@ -95,7 +96,7 @@ class GpuMemory:
             if not self._doorbells:
                 self._doorbells = self.gpu.host_register(*self._core.segment_area)
             mapped = self._lanes.get(rail)
-            base = mapped.address if mapped else self.gpu.host_register(*self._core.lane_area(rail))
+            base = mapped.address if mapped else self._registered(self._core.lane_area(rail))
             doorbell = self._doorbells + self._core.doorbell_offset(rail)
             self._set_copier(rail, bounce=False, lists=self._core.slots, base=base, doorbell=doorbell)
             log.debug("lane of rail %d: copies cost %s", rail, self._core.copy_costs(rail))
@@ -106,7 +107,7 @@ class GpuMemory:
             for rail in range(rails):
                 area = self._core.bounce_area(rail)
                 if not self._core.has_bounce_copier(rail) and area[0]:
-                    base = self.gpu.host_register(*area)
+                    base = self._registered(area)
                     self._set_copier(rail, bounce=True, lists=1, base=base, doorbell=0)
 
     def event_of(self, ready: object) -> core.GpuEvent:
@@ -124,10 +125,15 @@ class GpuMemory:
                 return core.GpuEvent(self._core, self.gpu.recorded(stream))
         return core.GpuEvent(self._core, self.gpu.recorded(stream))
 
+    def _registered(self, area: tuple[int, int]) -> int:
+        """Address of shared memory for the GPU; once, also where what follows fails and is tried again."""
+        if area not in self._known:
+            self._known[area] = self.gpu.host_register(*area)
+        return self._known[area]
+
     def _set_copier(self, rail: int, *, bounce: bool, lists: int, base: int, doorbell: int) -> None:
         if not self._scratch:
             self._scratch = self.gpu.alloc(2 * SCRATCH_BYTES)
-        target = base if not bounce and self._core.lane_is_idle(rail) else self._scratch + SCRATCH_BYTES
         self._core.set_copier(
             rail,
             bounce=bounce,
@@ -140,7 +146,7 @@ class GpuMemory:
             forced=Copy(self._options.copy).number,
             base=base,
             doorbell=doorbell,
-            scratch=(self._scratch, target),
+            scratch=(self._scratch, self._scratch + SCRATCH_BYTES),
             nic_rate=self._options.nic_gbit * GBIT_BYTES,
         )
 
