@@ -327,7 +327,7 @@ def test_the_word_is_written_after_all_copies_before_it(make: Make, gpu: Card, f
     piece, count = 512, 256
     slot_bytes = piece * count
     slots = (ctypes.c_uint8 * AREA).from_address(copier.destination)
-    arrived = np.frombuffer(slots, np.uint8)
+    arrived = np.ctypeslib.as_array(slots)
     order = np.random.default_rng(1)
     expected: dict[int, Bytes] = {}
     for number in range(1, 60):

@@ -1876,9 +1876,15 @@ EXPORTED void cuda_driver_recover(void)
         world.faults = fault->next;
         free(fault);
     }
-    world.lost = SUCCESS;
     world.held = 0;
     world.delay_us = 0;
+    uint64_t counted = world.contexts_ended_in_use;
+    for (int device = 0; device < world.gpus && world.lost; device++) { /* as a reset of the GPUs would do */
+        world.contexts[device].retained = 0;
+        end_context(&world.contexts[device]);
+    }
+    world.contexts_ended_in_use = counted;
+    world.lost = SUCCESS;
     changed();
     unlock();
 }
