@@ -433,11 +433,11 @@ def test_close_in_the_middle_of_copies(connect: Connect, driver: Driver, side: s
             transfer.wait(20)
     if driver.control is not None:
         driver.control.delay(0)
-    node = pair.nodes[0 if side == "sender" else 1]
-    with node.connect(gpu=pair.gpu.ordinal) as successor:
-        other = pair.receiver if side == "sender" else pair.sender
-        ends = (successor, other) if side == "sender" else (other, successor)
-        fresh = gpus.link(*ends, gpus.make(ends[0], NBYTES, "gpu", pair.gpu), gpus.make(ends[1], NBYTES, "gpu", pair.gpu))
+    node, card = (pair.nodes[0], pair.gpu) if side == "sender" else (pair.nodes[1], pair.other)
+    with node.connect(gpu=card.ordinal) as successor:
+        sender, receiver = (successor, pair.receiver) if side == "sender" else (pair.sender, successor)
+        source = gpus.make(sender, NBYTES, "gpu", pair.gpu)
+        fresh = gpus.link(sender, receiver, source, gpus.make(receiver, NBYTES, "gpu", pair.other))
         content = patterns.content(NBYTES, 1)
         fresh.source.write(content)
         sources, destinations = patterns.order(BLOCKS, BLOCK_BYTES, 2)
