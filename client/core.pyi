@@ -12,13 +12,14 @@ ROUTE_RELAY: Final[int]
 ROUTE_DIRECT: Final[int]
 ROUTE_SERIAL: Final[int]
 ROUTE_SCHEDULED: Final[int]
-ROUTE_MATCHED: Final[int]    # straight from the source, out of the NIC of the destination's rail
+ROUTE_MATCHED: Final[int]  # straight from the source, out of the NIC of the destination's rail
 ROUTE_RELAY_ALL: Final[int]  # as relay, but own-rail blocks too go through a lane
 
 FUNCTION_NAMES: Final[tuple[str, ...]]  # of the CUDA driver, as use_gpu() wants their addresses
 
 class SubmitError(Exception):
     """Bad arguments of a submission: ``.code`` (a name of errors.ErrorCode) and a text that names block, value and limit."""
+
     code: str
     rail: int  # of "no_lane": lease it and ask again
     def __init__(self, code: str, text: str, rail: int = -1) -> None: ...
@@ -42,10 +43,10 @@ class Submission:
     done: bool
     source_done: bool
     settled: bool
-    result: int          # rr_result
+    result: int  # rr_result
     bytes: int
-    nbytes: int          # asked for
-    gpu_error: str       # of its client
+    nbytes: int  # asked for
+    gpu_error: str  # of its client
     def publish(self) -> None:
         """Begins the transfer (reserve() alone does not)."""
     def wait(self, timeout_ns: int) -> bool:
@@ -57,9 +58,20 @@ class Submission:
         """The completion eventfd will be written when done. False if it is done already."""
 
 class ClientCore:
-    def __init__(self, segment_fd: int, segment_bytes: int, node_fd: int, node_bytes: int,
-                 kick_fds: list[int], *, own_rail: int, route: int, direct_slice_bytes: int, express_bytes: int,
-                 feeder_cpu: int) -> None:
+    def __init__(
+        self,
+        segment_fd: int,
+        segment_bytes: int,
+        node_fd: int,
+        node_bytes: int,
+        kick_fds: list[int],
+        *,
+        own_rail: int,
+        route: int,
+        direct_slice_bytes: int,
+        express_bytes: int,
+        feeder_cpu: int,
+    ) -> None:
         """Maps both segments (fds may be closed afterwards), starts the feeder thread. OSError, or SubmitError("abi")."""
     rails: int
     completion_fd: int  # eventfd, written when a submission armed by arm_async() is done
@@ -76,8 +88,23 @@ class ClientCore:
     def lane_area(self, rail: int) -> tuple[int, int]: ...
     def bounce_area(self, rail: int) -> tuple[int, int]: ...
     def doorbell_offset(self, rail: int) -> int: ...
-    def set_copier(self, rail: int, *, bounce: bool, stream: int, kernel: int, lists: int, list_count: int, list_pieces: int, thread_blocks: int,
-                   forced: int, base: int, doorbell: int, scratch: tuple[int, int], nic_rate: float) -> None:
+    def set_copier(
+        self,
+        rail: int,
+        *,
+        bounce: bool,
+        stream: int,
+        kernel: int,
+        lists: int,
+        list_count: int,
+        list_pieces: int,
+        thread_blocks: int,
+        forced: int,
+        base: int,
+        doorbell: int,
+        scratch: tuple[int, int],
+        nic_rate: float,
+    ) -> None:
         """The lane (or the bounce memory) is filled (or emptied) by a GPU from now on; see struct rc_copier_facts. Measures its costs.
         OSError, or SubmitError("gpu_error")."""
     def copy_costs(self, rail: int) -> dict[str, float] | None:
@@ -89,8 +116,18 @@ class ClientCore:
     def remove_region(self, region: int) -> None:
         """SubmitError("busy") while a transfer reads it."""
     def add_peer(self, peer: int, local_rails: list[int]) -> None: ...
-    def add_remote(self, remote: int, peer: int, address: int, nbytes: int, rail: int, owner: int, window_bytes: int,
-                   window_runs: int, local: bool) -> None:
+    def add_remote(
+        self,
+        remote: int,
+        peer: int,
+        address: int,
+        nbytes: int,
+        rail: int,
+        owner: int,
+        window_bytes: int,
+        window_runs: int,
+        local: bool,
+    ) -> None:
         """local: by the local route, into what map_remote() has mapped."""
     def map_remote(self, remote: int, fd: int, offset: int, nbytes: int) -> None:
         """Memory of another client of the same daemon, before add_remote(local=True)."""
@@ -100,17 +137,50 @@ class ClientCore:
         """After this no byte is written there; transfers that would end with REGION_GONE. Whether it was mapped."""
     def remove_remote(self, remote: int) -> None:
         """SubmitError("busy") while a transfer writes to it."""
-    def reserve(self, peer: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], *, space: int,
-                tag: int, timeout_ns: int, note: bool, ready: HostEvent | GpuEvent | None) -> Submission:
+    def reserve(
+        self,
+        peer: int,
+        sources: npt.NDArray[np.uint64],
+        destinations: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+        *,
+        space: int,
+        tag: int,
+        timeout_ns: int,
+        note: bool,
+        ready: HostEvent | GpuEvent | None,
+    ) -> Submission:
         """Checks everything (regions, bounds, zero lengths, overlapping destinations) and prepares; publish() begins. One length
         may stand for all. ``space`` is added to each destination, which is below 2**56."""
-    def write_now(self, peer: int, space: int, sources: npt.NDArray[np.uint64], destinations: npt.NDArray[np.uint64],
-                  lengths: npt.NDArray[np.uint64] | None, length: int, tag: int, timeout_ns: int) -> Submission:
+    def write_now(
+        self,
+        peer: int,
+        space: int,
+        sources: npt.NDArray[np.uint64],
+        destinations: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64] | None,
+        length: int,
+        tag: int,
+        timeout_ns: int,
+    ) -> Submission:
         """reserve() and publish() in one, without note and event; ``lengths`` None: ``length`` is every block's. ValueError or
         TypeError if an array is not contiguous uint64."""
-    def reserve_pages(self, peer: int, source_rows: npt.NDArray[np.uint64], source_stride: int, source_pages: npt.NDArray[np.int64],
-                      destination_rows: npt.NDArray[np.uint64], destination_stride: int, destination_pages: npt.NDArray[np.int64],
-                      piece_bytes: int, *, tag: int, timeout_ns: int, note: bool, ready: HostEvent | GpuEvent | None) -> Submission:
+    def reserve_pages(
+        self,
+        peer: int,
+        source_rows: npt.NDArray[np.uint64],
+        source_stride: int,
+        source_pages: npt.NDArray[np.int64],
+        destination_rows: npt.NDArray[np.uint64],
+        destination_stride: int,
+        destination_pages: npt.NDArray[np.int64],
+        piece_bytes: int,
+        *,
+        tag: int,
+        timeout_ns: int,
+        note: bool,
+        ready: HostEvent | GpuEvent | None,
+    ) -> Submission:
         """Row r of page p is piece_bytes at rows[r] + pages[p] * stride, on both sides; len(rows) and len(pages) agree."""
     def fail_all(self, result: int) -> None:
         """The daemon is gone: every unfinished transfer ends with ``result``; waiters wake."""

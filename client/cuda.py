@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from railrelay.client.errors import ErrorCode, RegionError, RelayError
+from railrelay.client.errors import ArgumentError, ErrorCode, RegionError, RelayError
 
 if TYPE_CHECKING:
     from railrelay.client.core import ClientCore
@@ -145,7 +145,7 @@ def ordinal_of(gpu: int | str) -> int:
     elif gpu in known:
         return known.index(gpu)
     shown = ", ".join(known) or "none"
-    raise RelayError(ErrorCode.BAD_ARGUMENT, f"GPU {gpu}: this process sees {shown}")
+    raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"GPU {gpu}: this process sees {shown}")
 
 
 @dataclass(frozen=True)
@@ -431,26 +431,30 @@ class Handles:
 
 def handles_of(gpu: Gpu, address: int, nbytes: int) -> Handles:
     """What there is for the memory: one allocation has a VMM or IPC handle; memory put together of several (expandable
-    segments) has a dma-buf descriptor at most."""
+    segments) has a dma-buf descriptor at most. ArgumentError if part of the memory is not there."""
     with gpu.current():
         at = where(address)
         if at is None:
-            raise CudaError(ErrorCode.BAD_ADDRESS, f"{address:#x} is not GPU memory")
-        dmabuf, dmabuf_offset = _dmabuf(address, nbytes)
+            raise ArgumentError(ErrorCode.BAD_ADDRESS, f"{address:#x} is not GPU memory")
         first = _allocation_at(address)
+        last = _allocation_at(address + nbytes - 1) if first else 0
+        beyond = address + nbytes - (at.base + at.nbytes)
+        if beyond > 0 or (first and not last):  # a copy from or to there would end the context
+            passed = f"passes the end of its allocation by {beyond}" if beyond > 0 else "is not mapped to its end"
+            raise ArgumentError(ErrorCode.OUT_OF_BOUNDS, f"{address:#x} + {nbytes} bytes of GPU memory {passed}")
+        dmabuf, dmabuf_offset = _dmabuf(address, nbytes)
         if first:  # of the VMM calls; its range is the whole reservation, in which several allocations may lie
             unit = gpu.granularity()
             start = address // unit * unit
             while start - unit >= at.base and _allocation_at(start - unit) == first:
                 start -= unit
-            vmm = _exported(address) if _allocation_at(address + nbytes - 1) == first else -1
+            vmm = _exported(address) if last == first else -1
             offset = address - start
             return Handles(vmm, b"", offset, -(-(offset + nbytes) // unit) * unit, dmabuf, dmabuf_offset)
         ipc = b""
-        if address + nbytes <= at.base + at.nbytes:
-            with contextlib.suppress(CudaError):
-                raw = _call("cuIpcGetMemHandle", at.base)
-                ipc = ctypes.string_at(raw.getPtr(), IPC_BYTES)  # cuda-python hides the bytes
+        with contextlib.suppress(CudaError):
+            raw = _call("cuIpcGetMemHandle", at.base)
+            ipc = ctypes.string_at(raw.getPtr(), IPC_BYTES)  # cuda-python hides the bytes
     return Handles(-1, ipc, address - at.base, at.nbytes, dmabuf, dmabuf_offset)
 
 
@@ -508,7 +512,7 @@ _DL_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 def gpu_memory_of(tensor: Any) -> tuple[int, int] | None:  # noqa: ANN401
     """(address, bytes) of a contiguous tensor in GPU memory: torch, __cuda_array_interface__, or DLPack. None if it is
-    something else. RelayError BAD_ARGUMENT if it is not contiguous."""
+    something else. ArgumentError if it is not contiguous."""
     if hasattr(tensor, "data_ptr") and hasattr(tensor, "is_contiguous"):  # torch, of any type of number
         if not tensor.is_cuda:
             return None
@@ -529,7 +533,7 @@ def gpu_memory_of(tensor: Any) -> tuple[int, int] | None:  # noqa: ANN401
 
 def _checked(address: int, nbytes: int, contiguous: bool) -> tuple[int, int]:
     if not contiguous or not nbytes:
-        raise RelayError(ErrorCode.BAD_ARGUMENT, "the tensor is empty or not contiguous; register the whole of it")
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, "the tensor is empty or not contiguous; register the whole of it")
     return address, nbytes
 
 

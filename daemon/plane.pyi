@@ -61,7 +61,9 @@ class DataPlane:
         """No new slices are taken; queued ones are dropped; CLIENT_DETACHED comes from every rail once posted ones ended."""
     def release_client(self, client: int) -> None:
         """Unmaps everything of a client whose CLIENT_DETACHED came from all rails."""
-    def lease_lane(self, client: int, rail: int, fd: int, nbytes: int, generation: int, cookie: int, *, base: int = 0) -> None:
+    def lease_lane(
+        self, client: int, rail: int, fd: int, nbytes: int, generation: int, cookie: int, *, base: int = 0
+    ) -> None:
         """fd -1: memory that only the rail's NIC reaches, known under the made-up address ``base`` (bit 63 is set)."""
     def lane_base(self, client: int, rail: int) -> int:
         """Address under which the rail's NIC is told of a leased lane. KeyError."""
