@@ -12,8 +12,18 @@ class Mover:
     @property
     def list_bytes(self) -> int:
         """How much pinned memory use_gpu wants for lists of pieces."""
-    def use_gpu(self, functions: list[int], *, context: int, stream: int, kernel: int, lists: int, signal: int,
-                scratch_source: int, scratch_destination: int) -> None:
+    def use_gpu(
+        self,
+        functions: list[int],
+        *,
+        context: int,
+        stream: int,
+        kernel: int,
+        lists: int,
+        signal: int,
+        scratch_source: int,
+        scratch_destination: int,
+    ) -> None:
         """From now on copies are the GPU's. lists: pinned memory of list_bytes; signal: 8 pinned bytes; scratch: 1 MiB each.
         Measures what copies cost. OSError names the CUDA call that failed."""
     def add_file(self, memory: int, base: int, nbytes: int, fd: int, offset: int) -> int:

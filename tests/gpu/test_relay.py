@@ -93,7 +93,11 @@ def connect(nodes: Nodes, gpu: Card, other_gpu: Card) -> Iterator[Connect]:
     with ExitStack() as stack:
 
         def pair(
-            rails: int = 1, copy: Copy = Copy.AUTO, route: str = "relay", rank: int = 0, **sections: Mapping[str, object]
+            rails: int = 1,
+            copy: Copy = Copy.AUTO,
+            route: str = "relay",
+            rank: int = 0,
+            **sections: Mapping[str, object],
         ) -> Pair:
             both = nodes.pair((rails, rails), **sections)
             options = GpuOptions(copy=copy)
@@ -153,9 +157,7 @@ def test_pages(connect: Connect, piece_bytes: int, copy: Copy, source: Place) ->
 
     rng = np.random.default_rng(4)
     taken, put = (rng.permutation(page_count + 2)[:page_count] for _ in range(2))
-    link.sender.write_pages(
-        link.remote, layout(link.source.address), taken, layout(link.remote.address), put
-    ).wait(20)
+    link.sender.write_pages(link.remote, layout(link.source.address), taken, layout(link.remote.address), put).wait(20)
     blocks = [
         (int(offset) + int(page) * piece_bytes, int(offset) + int(to) * piece_bytes)
         for offset in offsets
@@ -239,7 +241,9 @@ def test_host_and_gpu_sources_interleave_in_one_lane(connect: Connect, driver: D
                 continue
             sources, destinations = (offsets // np.uint64(6) for offsets in patterns.order(BLOCKS, BLOCK_BYTES, number))
             for source, destination in zip((sources + shift).tolist(), (destinations + shift).tolist(), strict=True):
-                assert bool((found[destination : destination + length] == content[place][source : source + length]).all())
+                assert bool(
+                    (found[destination : destination + length] == content[place][source : source + length]).all()
+                )
 
 
 @pytest.mark.parametrize("copy", [Copy.AUTO, Copy.KERNEL])
@@ -359,9 +363,7 @@ def test_what_ready_must_be(connect: Connect, nodes: Nodes) -> None:
     with pytest.raises(ArgumentError, match="ready is str; expected HostEvent, or a CUDA stream or event"):
         write(link, sources, destinations, BLOCK_BYTES, ready="now")
     with pair.nodes[0].connect(1) as host_only:
-        host = gpus.link(
-            host_only, pair.receiver, gpus.make(host_only, NBYTES, "private"), link.destination
-        )
+        host = gpus.link(host_only, pair.receiver, gpus.make(host_only, NBYTES, "private"), link.destination)
         with pytest.raises(ArgumentError, match="has no GPU memory"):
             write(host, sources, destinations, BLOCK_BYTES, ready=Stream(0))
 
@@ -404,11 +406,14 @@ def test_an_early_end_in_the_middle_of_copies(connect: Connect, control: Control
     if how == "abort":
         link.receiver.receiver.abort(7, 10)
     moved.wait_settled(20)
-    assert moved.result in {
-        "cancel": (Result.CANCELLED, Result.OK),
-        "time-out": (Result.TIMED_OUT, Result.UNSETTLED),
-        "abort": (Result.ABORTED, Result.OK),
-    }[how]
+    assert (
+        moved.result
+        in {
+            "cancel": (Result.CANCELLED, Result.OK),
+            "time-out": (Result.TIMED_OUT, Result.UNSETTLED),
+            "abort": (Result.ABORTED, Result.OK),
+        }[how]
+    )
     moved.wait_source(10)
     link.destination.write(np.zeros(4 << 20, np.uint8))
     again = patterns.content(4 << 20, 2)
