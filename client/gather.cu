@@ -9,6 +9,22 @@ struct piece {
 
 #define TILE 1024u
 
+/* Pieces of at most 16 bytes a thread: four of them at once, or a thread would wait for one load at a time. */
+__device__ void copy_short(const piece *pieces, unsigned int count, unsigned int group, unsigned int groups, unsigned int lane)
+{
+    for (unsigned int i = group; i < count; i += 4 * groups) {
+        uint4 loaded[4];
+        for (unsigned int k = 0; k < 4; k++) {
+            unsigned int at = i + k * groups;
+            if (at < count && lane * 16 < pieces[at].bytes) loaded[k] = reinterpret_cast<const uint4 *>(pieces[at].source)[lane];
+        }
+        for (unsigned int k = 0; k < 4; k++) {
+            unsigned int at = i + k * groups;
+            if (at < count && lane * 16 < pieces[at].bytes) reinterpret_cast<uint4 *>(pieces[at].destination)[lane] = loaded[k];
+        }
+    }
+}
+
 template <typename Word>
 __device__ void copy(unsigned long long destination, unsigned long long source, unsigned int bytes, unsigned int lane, unsigned int lanes)
 {
@@ -38,6 +54,14 @@ extern "C" __global__ void __launch_bounds__(1024) railrelay_gather(const piece 
         unsigned long long *copies = reinterpret_cast<unsigned long long *>(tile);
         for (unsigned int i = threadIdx.x; i < size * 3; i += blockDim.x) copies[i] = words[i];
         __syncthreads();
+        int is_short = 1;
+        for (unsigned int i = threadIdx.x; i < size; i += blockDim.x)
+            is_short &= tile[i].bytes <= 16 * lanes && (tile[i].source | tile[i].destination | tile[i].bytes) % 16 == 0;
+        if (__syncthreads_and(is_short)) {
+            copy_short(tile, size, group, groups, lane);
+            __syncthreads();
+            continue;
+        }
         for (unsigned int i = group; i < size; i += groups) {
             piece p = tile[i];
             unsigned long long alignment = p.source | p.destination | p.bytes;

@@ -263,6 +263,76 @@ struct rc_submission *rc_reserve(struct rc_core *core, uint32_t peer, const stru
     return s;
 }
 
+static int by_address(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return x < y ? -1 : x > y;
+}
+
+/* Whether pieces of different pages or rows cannot overlap as long as no page comes twice: all pages of a row lie before
+ * the next row, or all rows of a page before the next page. 0 also without memory to find out. */
+static int rows_are_apart(const uint64_t *rows, uint32_t row_count, uint64_t stride, uint64_t piece_bytes, uint64_t page_span)
+{
+    uint64_t *sorted = malloc(row_count * sizeof *sorted), gap = UINT64_MAX;
+    if (!sorted) return 0;
+    memcpy(sorted, rows, row_count * sizeof *sorted);
+    qsort(sorted, row_count, sizeof *sorted, by_address);
+    for (uint32_t r = 1; r < row_count; r++)
+        if (sorted[r] - sorted[r - 1] < gap) gap = sorted[r] - sorted[r - 1];
+    uint64_t row_span = sorted[row_count - 1] - sorted[0] + piece_bytes;
+    free(sorted);
+    return (piece_bytes <= stride && gap >= page_span + piece_bytes) || (row_span <= stride && gap >= piece_bytes);
+}
+
+/* -1: no memory; 1: a page comes twice, and which. */
+static int page_comes_twice(const int64_t *pages, uint32_t page_count, int64_t *twice)
+{
+    struct rc_overlap overlap = {.low = UINT64_MAX};
+    uint64_t where = 0;
+    int found = 0;
+    for (uint32_t i = 0; i < page_count; i++) rc_overlap_see(&overlap, (uint64_t)pages[i], 1);
+    if (rc_overlap_begin(&overlap, page_count)) return -1;
+    for (uint32_t i = 0; i < page_count && !found; i++) {
+        found = rc_overlap_add(&overlap, (uint64_t)pages[i], 1) != 0;
+        where = (uint64_t)pages[i];
+    }
+    uint64_t sorted_where = 0;
+    if (rc_overlap_end(&overlap, &sorted_where)) {
+        found = 1;
+        where = sorted_where;
+    }
+    *twice = (int64_t)where;
+    return found;
+}
+
+/* -1 and the error if two pieces of the destination overlap. */
+static int check_pieces(const struct rc_pages *p, const uint64_t *rows, int64_t low, int64_t high, struct rc_error *error)
+{
+    const uint64_t count = (uint64_t)p->row_count * p->page_count;
+    if (rows_are_apart(rows, p->row_count, p->destination_stride, p->piece_bytes, (uint64_t)(high - low) * p->destination_stride)) {
+        int64_t page = 0;
+        int twice = page_comes_twice(p->destination_pages, p->page_count, &page);
+        if (twice < 0) return rc_fail(error, "no_memory", "no memory to check destinations");
+        return twice ? rc_fail(error, "overlap", "destination page %lld comes twice in one transfer", (long long)page) : 0;
+    }
+    struct rc_overlap overlap = {.low = UINT64_MAX};
+    uint64_t where = 0;
+    int status = 0;
+    for (uint32_t r = 0; r < p->row_count; r++) {
+        rc_overlap_see(&overlap, rows[r] + (uint64_t)low * p->destination_stride, p->piece_bytes);
+        rc_overlap_see(&overlap, rows[r] + (uint64_t)high * p->destination_stride, p->piece_bytes);
+    }
+    overlap.granule_bits |= p->page_count > 1 ? p->destination_stride : 0;
+    if (rc_overlap_begin(&overlap, count)) return rc_fail(error, "no_memory", "no memory to check destinations");
+    for (uint32_t r = 0; r < p->row_count && !status; r++)
+        for (uint32_t i = 0; i < p->page_count && !status; i++)
+            if (rc_overlap_add(&overlap, rows[r] + (uint64_t)p->destination_pages[i] * p->destination_stride, p->piece_bytes))
+                status = rc_fail(error, "overlap", "row %u: destination page %lld overlaps another piece of the same transfer", r,
+                              (long long)p->destination_pages[i]);
+    if (rc_overlap_end(&overlap, &where) && !status) status = rc_fail(error, "overlap", "destinations overlap at %#llx", (ull)where);
+    return status;
+}
+
 static int take_rows(struct rc_submission *s, const uint64_t *source_rows, const uint64_t *destination_rows, struct rc_error *error)
 {
     struct rc_core *core = s->core;
@@ -320,21 +390,8 @@ static int take_rows(struct rc_submission *s, const uint64_t *source_rows, const
         p->rows[r] = (struct rc_row){source_rows[r], destination_rows[r] - to->address, from->index, to->index};
         if (rc_use_memory(s, from, to)) status = rc_fail(error, "no_memory", "no memory");
     }
-    struct rc_overlap overlap = {.low = UINT64_MAX};
-    uint64_t count = (uint64_t)p->row_count * p->page_count, where = 0;
-    for (uint32_t r = 0; r < p->row_count && !status; r++) {
-        rc_overlap_see(&overlap, destination_rows[r] + (uint64_t)destination_low * p->destination_stride, p->piece_bytes);
-        rc_overlap_see(&overlap, destination_rows[r] + (uint64_t)destination_high * p->destination_stride, p->piece_bytes);
-    }
-    overlap.granule_bits |= p->page_count > 1 ? p->destination_stride : 0;
-    if (!status && rc_overlap_begin(&overlap, count)) status = rc_fail(error, "no_memory", "no memory to check destinations");
-    for (uint32_t r = 0; r < p->row_count && !status; r++)
-        for (uint32_t i = 0; i < p->page_count && !status; i++)
-            if (rc_overlap_add(&overlap, destination_rows[r] + (uint64_t)p->destination_pages[i] * p->destination_stride, p->piece_bytes))
-                status = rc_fail(error, "overlap", "row %u: destination page %lld overlaps another piece of the same transfer", r,
-                              (long long)p->destination_pages[i]);
-    if (rc_overlap_end(&overlap, &where) && !status) status = rc_fail(error, "overlap", "destinations overlap at %#llx", (ull)where);
-    s->bytes = count * p->piece_bytes;
+    if (!status) status = check_pieces(p, destination_rows, destination_low, destination_high, error);
+    s->bytes = (uint64_t)p->row_count * p->page_count * p->piece_bytes;
     if (!status) status = make_parts(s, ways, way_count, error);
     if (!status) {
         uint32_t at = 0;

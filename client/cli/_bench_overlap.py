@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from railrelay.shm_layout import abi
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
+Some = TypeVar("Some", np.int64, np.uint64)
 
 WAYS: Final = ("direct", "relay", "feeder")
 GPU_WAYS: Final = ("strided", "batch", "kernel")
@@ -42,6 +43,7 @@ HOST_GBIT: Final = 4.0
 GPU_GBIT: Final = 400.0
 _NO_TIME_GBIT: Final = 10_000.0
 _RUNS: Final = 9
+_REQUESTS: Final = 16  # transfers that the bytes of a run are sent in
 _LOADED_WINDOWS: Final = 5
 _WINDOW_S: Final = 0.5
 _SEED: Final = 11
@@ -197,14 +199,21 @@ class Sender(Engine):
                 joined = way == "feeder"
                 target = shape.joined(remote.address) if joined else shape.layout(remote.address, shape.piece_bytes)
                 before = time.perf_counter_ns()
-                transfer = client.write_pages(remote, source, self._source_order, target, far, timeout=_TIMEOUT_S)
+                transfers = [
+                    client.write_pages(remote, source, taken, target, put, timeout=_TIMEOUT_S)
+                    for taken, put in zip(_requests(self._source_order), _requests(far), strict=True)
+                ]
             else:
                 step = np.uint64(shape.piece_bytes)
                 sources = self._source_order.astype(np.uint64) * step + np.uint64(region.address)
                 destinations = far.astype(np.uint64) * step + np.uint64(remote.address)
                 before = time.perf_counter_ns()
-                transfer = client.write(remote, sources, destinations, shape.piece_bytes, timeout=_TIMEOUT_S)
-            transfer.wait()
+                transfers = [
+                    client.write(remote, taken, put, shape.piece_bytes, timeout=_TIMEOUT_S)
+                    for taken, put in zip(_requests(sources), _requests(destinations), strict=True)
+                ]
+            for transfer in transfers:
+                transfer.wait()
             spent.append(time.perf_counter_ns() - before)
         return spent
 
@@ -239,6 +248,11 @@ class Receiver(Engine):
             found = self._pool.get(number, first * shape.piece_bytes, len(pieces) * shape.piece_bytes)
             wrong += int((found.reshape(len(pieces), -1) != _content_of(shape, pieces)).any(axis=1).sum())
         return wrong
+
+
+def _requests(every: npt.NDArray[Some]) -> list[npt.NDArray[Some]]:
+    """As several prompts: the NIC begins while the later ones are still being submitted."""
+    return np.array_split(every, min(_REQUESTS, len(every)))
 
 
 def _chunks(shape: Shape, cells: npt.NDArray[np.int64], step: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:

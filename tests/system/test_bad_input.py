@@ -179,11 +179,37 @@ def test_a_page_number_that_wraps_around_is_past_the_end(link: Link) -> None:
     assert failure.value.code in (ErrorCode.OUT_OF_BOUNDS, ErrorCode.BAD_REGION)
 
 
-def test_the_same_destination_page_twice_overlaps(link: Link) -> None:
+# Row stride and page stride of destinations with two rows of pieces of 4096 bytes.
+PAGE_OF_ROWS, ROW_OF_PAGES, INTERLEAVED = (4096, 8192), (8 * 4096, 4096), (3 * 4096, 8192)
+
+
+@pytest.mark.parametrize(("row_stride", "page_stride"), [PAGE_OF_ROWS, ROW_OF_PAGES, INTERLEAVED])
+def test_the_same_destination_page_twice_overlaps(link: Link, row_stride: int, page_stride: int) -> None:
     source = PageLayout.strided(link.source.address, 2, 4096, 8192, 4096)
-    destination = PageLayout.strided(link.remote.address, 2, 4096, 8192, 4096)
+    destination = PageLayout.strided(link.remote.address, 2, row_stride, page_stride, 4096)
     with pytest.raises(ArgumentError) as failure:
         link.sender.write_pages(link.remote, source, [1, 2, 3], destination, [4, 5, 4])
+    assert failure.value.code is ErrorCode.OVERLAP
+    link.sender.write_pages(link.remote, source, [1, 2, 3], destination, [4, 5, 6]).wait(30)
+
+
+@pytest.mark.parametrize(
+    ("row_stride", "page_stride", "piece", "pages"),
+    [
+        (8192, 8192, 4096, [0, 1]),  # row 1 of page 0 is row 0 of page 1
+        (0, 8192, 4096, [0, 1]),  # both rows are one
+        (4096, 8192, 4097, [0, 1]),  # longer than the distance of the rows
+        (4 * 4096, 4096, 4097, [0, 1]),  # longer than the distance of the pages
+        (2 * 4096, 4096, 4096, [0, 1, 2]),  # page 2 of row 0 is page 0 of row 1
+    ],
+)
+def test_pieces_of_different_rows_overlap(
+    link: Link, row_stride: int, page_stride: int, piece: int, pages: list[int]
+) -> None:
+    source = PageLayout.strided(link.source.address, 2, 3 << 16, 1 << 16, piece)
+    destination = PageLayout.strided(link.remote.address, 2, row_stride, page_stride, piece)
+    with pytest.raises(ArgumentError) as failure:
+        link.sender.write_pages(link.remote, source, range(len(pages)), destination, pages)
     assert failure.value.code is ErrorCode.OVERLAP
 
 
