@@ -2,7 +2,7 @@
 
 import os
 
-from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 cdef extern from "gpu_copy.h" nogil:
     ctypedef int rg_result

@@ -149,8 +149,7 @@ def test_the_daemon_has_no_context(nodes: Nodes, gpu: Card) -> None:
         assert processes.threads(node.pid) <= threads + 4  # workers of the event loop
 
 
-def test_a_lane_without_room_on_the_gpu_is_refused_by_name(nodes: Nodes, gpu: Card, control: Control) -> None:
-    assert control
+def test_a_lane_without_room_on_the_gpu_is_refused_by_name(nodes: Nodes, gpu: Card, control: Control) -> None:  # noqa: ARG001
     node = start(nodes, [gpu.ordinal], slots=256, slot_bytes="8MiB")  # 2 GiB; the stand-in has 1 GiB
     with node.connect(0, gpu=gpu.ordinal) as sender, node.connect(1) as receiver:
         source, destination = memory.make(sender, 4096, "private"), memory.make(receiver, 4096)
@@ -186,9 +185,11 @@ def test_a_killed_helper_takes_its_rail_down(nodes: Nodes, gpu: Card) -> None:
 
 
 def test_a_cuda_error_in_the_helper_takes_its_rail_down_by_name(
-    nodes: Nodes, gpu: Card, control: Control, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes,
+    gpu: Card,
+    control: Control,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert control
     nodes.tolerated.append("rail_down:")
     monkeypatch.setenv("CUDA_DRIVER_FAULT", "cuMemcpyAsync:3:700:sticky")  # ILLEGAL_ADDRESS; in children only
     node = start(nodes, [gpu.ordinal])

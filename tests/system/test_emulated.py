@@ -36,8 +36,8 @@ def nodes(nodes: Nodes) -> Nodes:
     return nodes
 
 
-def emulated(nodes: Nodes, rails: int = 1, *, rate_gbit: float = 100, **sections: dict[str, object]) -> Node:
-    return nodes.start(rails, rail={"nic": "emulated", "rate_gbit": rate_gbit}, **sections)
+def emulated(nodes: Nodes, rails: int = 1, *, rate_gbit: float = 100, relay: dict[str, object] | None = None) -> Node:
+    return nodes.start(rails, rail={"nic": "emulated", "rate_gbit": rate_gbit}, relay=relay or {})
 
 
 @pytest.fixture
