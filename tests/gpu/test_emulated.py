@@ -64,7 +64,10 @@ def test_every_source_to_every_destination(
 ) -> None:
     """The sender's own rail is 0: what goes to rail 1 is relayed in the memory of that rail's GPU."""
     node = start(nodes, both(gpu, other_gpu))
-    with node.connect(0, gpu=gpu.ordinal) as sender, node.connect(1, gpu=other_gpu.ordinal) as receiver:
+    with (
+        node.connect(0, gpu=gpu.ordinal, local=False) as sender,
+        node.connect(1, gpu=other_gpu.ordinal, local=False) as receiver,
+    ):
         link = gpus.link(
             sender,
             receiver,
@@ -83,7 +86,10 @@ def test_every_source_to_every_destination(
 
 def test_both_directions_over_both_rails_at_once(nodes: Nodes, gpu: Card, other_gpu: Card) -> None:
     node = start(nodes, both(gpu, other_gpu))
-    with node.connect(0, gpu=gpu.ordinal) as first, node.connect(1, gpu=other_gpu.ordinal) as second:
+    with (
+        node.connect(0, gpu=gpu.ordinal, local=False) as first,
+        node.connect(1, gpu=other_gpu.ordinal, local=False) as second,
+    ):
         ends = ((first, gpu, second, other_gpu), (second, other_gpu, first, gpu))
         links = [
             gpus.link(one, other, gpus.make(one, NBYTES, "gpu", card), gpus.make(other, NBYTES, "vmm", far, rail))
@@ -128,7 +134,10 @@ def test_helpers_let_go_of_memory_with_its_registration_and_its_client(nodes: No
                 link.remote.close()
 
     daemon = processes.descriptors(node.pid)
-    with node.connect(0, gpu=gpu.ordinal) as sender, node.connect(1, gpu=gpu.ordinal) as receiver:
+    with (
+        node.connect(0, gpu=gpu.ordinal, local=False) as sender,
+        node.connect(1, gpu=gpu.ordinal, local=False) as receiver,
+    ):
         rounds(sender, receiver)
         before = held()
         rounds(sender, receiver)
@@ -140,7 +149,10 @@ def test_helpers_let_go_of_memory_with_its_registration_and_its_client(nodes: No
 def test_the_daemon_has_no_context(nodes: Nodes, gpu: Card) -> None:
     """It loads the driver to make memory, but a context would show as threads and memory on the GPU."""
     node = start(nodes, [gpu.ordinal])
-    with node.connect(0, gpu=gpu.ordinal) as sender, node.connect(1, gpu=gpu.ordinal) as receiver:
+    with (
+        node.connect(0, gpu=gpu.ordinal, local=False) as sender,
+        node.connect(1, gpu=gpu.ordinal, local=False) as receiver,
+    ):
         threads = processes.threads(node.pid)
         link = gpus.link(
             sender, receiver, gpus.make(sender, NBYTES, "private"), gpus.make(receiver, NBYTES, "gpu", gpu)
@@ -151,7 +163,7 @@ def test_the_daemon_has_no_context(nodes: Nodes, gpu: Card) -> None:
 
 def test_a_lane_without_room_on_the_gpu_is_refused_by_name(nodes: Nodes, gpu: Card, control: Control) -> None:  # noqa: ARG001
     node = start(nodes, [gpu.ordinal], slots=256, slot_bytes="8MiB")  # 2 GiB; the stand-in has 1 GiB
-    with node.connect(0, gpu=gpu.ordinal) as sender, node.connect(1) as receiver:
+    with node.connect(0, gpu=gpu.ordinal, local=False) as sender, node.connect(1, local=False) as receiver:
         source, destination = memory.make(sender, 4096, "private"), memory.make(receiver, 4096)
         remote = sender.open(destination.offer())
         with pytest.raises(RelayError, match=rf"2147483648 bytes of memory of {gpu.uuid}") as failure:
@@ -161,7 +173,7 @@ def test_a_lane_without_room_on_the_gpu_is_refused_by_name(nodes: Nodes, gpu: Ca
 
 def test_a_client_without_a_gpu_is_told_why_it_has_no_lane(nodes: Nodes, gpu: Card) -> None:
     node = start(nodes, [gpu.ordinal])
-    with node.connect(0) as sender, node.connect(1) as receiver:
+    with node.connect(0, local=False) as sender, node.connect(1, local=False) as receiver:
         source, destination = memory.make(sender, 4096, "private"), memory.make(receiver, 4096)
         remote = sender.open(destination.offer())
         with pytest.raises(RelayError, match=rf"lane of rail 0 is memory of {gpu.uuid}: connect with gpu="):
@@ -171,7 +183,10 @@ def test_a_client_without_a_gpu_is_told_why_it_has_no_lane(nodes: Nodes, gpu: Ca
 def test_a_killed_helper_takes_its_rail_down(nodes: Nodes, gpu: Card) -> None:
     nodes.tolerated.append("rail_down:")
     node = start(nodes, [gpu.ordinal])
-    with node.connect(0, gpu=gpu.ordinal) as sender, node.connect(1, gpu=gpu.ordinal) as receiver:
+    with (
+        node.connect(0, gpu=gpu.ordinal, local=False) as sender,
+        node.connect(1, gpu=gpu.ordinal, local=False) as receiver,
+    ):
         link = gpus.link(
             sender, receiver, gpus.make(sender, NBYTES, "gpu", gpu), gpus.make(receiver, NBYTES, "gpu", gpu)
         )
@@ -193,7 +208,10 @@ def test_a_cuda_error_in_the_helper_takes_its_rail_down_by_name(
     nodes.tolerated.append("rail_down:")
     monkeypatch.setenv("CUDA_DRIVER_FAULT", "cuMemcpyAsync:3:700:sticky")  # ILLEGAL_ADDRESS; in children only
     node = start(nodes, [gpu.ordinal])
-    with node.connect(0, gpu=gpu.ordinal) as sender, node.connect(1, gpu=gpu.ordinal) as receiver:
+    with (
+        node.connect(0, gpu=gpu.ordinal, local=False) as sender,
+        node.connect(1, gpu=gpu.ordinal, local=False) as receiver,
+    ):
         link = gpus.link(
             sender, receiver, gpus.make(sender, NBYTES, "gpu", gpu), gpus.make(receiver, NBYTES, "gpu", gpu)
         )
