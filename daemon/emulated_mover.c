@@ -12,6 +12,7 @@
 #define COPY_STEP_BYTES (256u << 10) /* host copies look at the clock in between */
 #define SPIN_NS 60000u               /* a sleep may last this much longer than asked for */
 #define IDLE_SPIN_NS 20000u
+#define LATENCY_NS 5000u /* a NIC has one too: a copy that ends within it after the wire has not held the wire up */
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -206,7 +207,7 @@ static int end_oldest(struct re_mover *m, uint64_t now, uint64_t *due_ns)
         uint64_t due = begin + wire_ns(m, request->bytes);
         *due_ns = due;
         if (now < due && !rr_load_relaxed_u32(&request->cancel)) return 0;
-        uint64_t late = state->copied_ns > due ? state->copied_ns - due : 0;
+        uint64_t late = state->copied_ns > due + LATENCY_NS ? state->copied_ns - due - LATENCY_NS : 0;
         m->wire_free_ns = due + late;
         rr_counter_add(&statistics->requests, 1);
         rr_counter_add(&statistics->bytes, request->bytes);

@@ -33,7 +33,7 @@ struct re_statistics {
     uint64_t requests, bytes;
     uint64_t busy_ns;   /* bytes at the NIC's rate */
     uint64_t active_ns; /* from when the wire was free for a request until it was placed */
-    uint64_t late_copies, late_ns, late_max_ns; /* copies that ended after the wire would have */
+    uint64_t late_copies, late_ns, late_max_ns; /* copies that held the wire up, and for how long */
 };
 
 struct re_ring {
