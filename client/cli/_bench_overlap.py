@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import os
 import statistics
 import tempfile
@@ -133,11 +132,15 @@ class Engine:
     def _connect(self, socket: str, name: str, route: Route = Route.RELAY) -> tuple[Client, Region]:
         gpu = self._options.gpu(self._rail)
         extra: dict[str, Any] = {"gpu": gpu} if gpu else {}
-        if "local" in inspect.signature(Client.connect).parameters:
-            extra["local"] = False
         gpu_options = GpuOptions(self._options.copy, self._options.rate_gbit, self._options.thread_blocks)
         client = Client.connect(
-            socket, rank=self._rail, name=f"bench-{name}", route=route, gpu_options=gpu_options, **extra
+            socket,
+            rank=self._rail,
+            name=f"bench-{name}",
+            route=route,
+            local=False,  # through the NIC that is measured
+            gpu_options=gpu_options,
+            **extra,
         )
         self._stack.enter_context(client)
         return client, self._pool.add(client)
