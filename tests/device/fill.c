@@ -157,3 +157,18 @@ rg_result rd_ring(struct rg_copier *copier, _Atomic uint64_t *doorbell_word, uin
     }
     return result;
 }
+
+/* Spins on a word of shared memory, which another process or the GPU raises one by one: when each value from `first` on
+ * was seen, CLOCK_MONOTONIC. Returns how many were; ends timeout_ns after the last. */
+uint64_t rd_watch(const _Atomic uint64_t *word, uint64_t first, uint64_t count, double timeout_ns, double *seen_ns)
+{
+    double last = rd_now_ns();
+    for (uint64_t i = 0; i < count;) {
+        uint64_t value = atomic_load_explicit(word, memory_order_acquire);
+        double now = rd_now_ns();
+        while (i < count && first + i <= value) seen_ns[i++] = last = now;
+        if (now - last > timeout_ns) return i;
+        rd_pause();
+    }
+    return count;
+}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from device import native
 from device.native import LIST_PIECES, PIECE, WAYS, Copier, Pieces, Shared, Slots, Time
-from device.report import GIB, MIB, Options, Report, Skipped, percentile, spread
+from device.report import GIB, MIB, Options, Report, Skipped, spread
 
 SLOT_BYTES: Final = 8 * MIB
 SLOTS: Final = 18
@@ -198,19 +198,6 @@ def run(report: Report, options: Options, library: ctypes.CDLL) -> None:
             _ways(bench, shape, report, options)
 
 
-def doorbell(report: Report, options: Options, library: ctypes.CDLL) -> None:
-    """Of a bare stream write."""
-    with ready(library, options) as bench:
-        seen, issue = bench.ring(200 if options.small else 5000)
-    report.row(
-        "stream write to another thread's load, idle stream",
-        f"p50 {percentile(list(seen), 50):.2f} us, p99 {percentile(list(seen), 99):.2f} us;"
-        f" issue p50 {percentile(list(issue), 50):.2f} us",
-        p50_us=percentile(list(seen), 50),
-        p99_us=percentile(list(seen), 99),
-    )
-
-
 def _against_bare(bench: Bench, report: Report, options: Options) -> None:
     work = bench.shape(Shape("", 65536, blocks(65536)), 64 * MIB if options.small else GIB)
     bench.copier.force("auto")
@@ -228,7 +215,7 @@ def _against_bare(bench: Bench, report: Report, options: Options) -> None:
     ways = native.way_shares(before, bench.copier.counters())
     ratio = statistics.median(ratios)
     rates = f"{statistics.median(ours):.1f} GB/s, bare {statistics.median(bare):.1f}"
-    report.row(
+    report.timed(
         f"fill from 128 scattered 64 KiB blocks, {options.place}",
         f"ratio {spread(ratios)}; {rates}; {_shown(ways)}",
         f">= {_RATIO} x bare cuMemcpyBatchAsync",

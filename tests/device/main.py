@@ -50,8 +50,10 @@ class Section:
 SECTIONS: Final = {
     "tests": Section("the tests of tests/gpu", 240, "gpu_tests"),
     "fill": Section("slots filled, against a bare loop, and each way alone", 90, "fill"),
-    "doorbell": Section("from the doorbell to the rail", 60, "fill", "doorbell"),
     "ordering": Section("slots of all ways on one stream, read by another process", 120, "ordering"),
+    "doorbell": Section("from the doorbell to the rail", 60, "doorbell", host=True),
+    "overlap": Section("relay against own-rail direct, NICs emulated", 150, "overlap", host=True),
+    "loaded": Section("the same beside matmuls on all GPUs", 240, "overlap", "loaded"),
 }
 
 
@@ -92,7 +94,11 @@ def _one(args: argparse.Namespace) -> int:
     section = SECTIONS[name]
     options = Options(args.gpus, args.quick, args.stand_in)
     function = getattr(import_module(f"device.{section.module}"), section.function)
-    given: dict[str, Any] = {"report": Report(name, Path(path)), "options": options, "library_path": args.library}
+    given: dict[str, Any] = {
+        "report": Report(name, Path(path), options),
+        "options": options,
+        "library_path": args.library,
+    }
     wanted = function.__code__.co_varnames[: function.__code__.co_argcount]
     try:
         if "library" in wanted:

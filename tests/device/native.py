@@ -70,6 +70,7 @@ def load(path: Path) -> ctypes.CDLL:
         "rd_bare_2d": ((pointer, pointer, pointer), ctypes.c_int),
         "rd_feed": ((pointer, pointer, pointer, u64, u32, pointer), ctypes.c_int),
         "rd_ring": ((pointer, pointer, u64, u32, pointer, pointer), ctypes.c_int),
+        "rd_watch": ((pointer, u64, u64, double, pointer), u64),
         "rd_stamp": ((pointer, pointer), None),
         "rd_torn_lines": ((pointer, u64, u64), u64),
         "rd_write_slots": ((pointer, pointer, pointer, pointer, u64, u64, u64, u64, u64, double), ctypes.c_int),

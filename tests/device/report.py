@@ -23,6 +23,11 @@ class Options:
     stand_in: bool = False
 
     @property
+    def judges_times(self) -> bool:
+        """Limits of times are for GPUs, and for whole sizes."""
+        return self.gpus > 0 and not self.small
+
+    @property
     def last_gpu(self) -> int:
         return max(0, self.gpus - 1)
 
@@ -49,9 +54,16 @@ class Row:
 
 
 class Report:
-    def __init__(self, section: str, path: Path) -> None:
+    def __init__(self, section: str, path: Path, options: Options) -> None:
         self._section = section
         self._path = path
+        self._judges_times = options.judges_times
+
+    def timed(
+        self, case: str, figure: str, limit: str = "", good: bool | None = None, *, sound: bool = True, **facts: object
+    ) -> None:
+        """A row whose limit is one of time, where those are judged; ``sound``: the bytes were right."""
+        self.row(case, figure, limit, good if sound and self._judges_times else None if sound else False, **facts)
 
     def row(self, case: str, figure: str, limit: str = "", good: bool | None = None, **facts: object) -> None:
         row = Row(self._section, case, figure, limit, good, facts)
