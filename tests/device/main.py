@@ -53,6 +53,8 @@ SECTIONS: Final = {
     "ordering": Section("slots of all ways on one stream, read by another process", 120, "ordering"),
     "doorbell": Section("from the doorbell to the rail", 60, "doorbell", host=True),
     "overlap": Section("relay against own-rail direct, NICs emulated", 150, "overlap", host=True),
+    "alternate": Section("slots of all ways in one lane, through the emulated NIC", 90, "alternate", host=True),
+    "memory": Section("GPU memory of the daemon beyond the buffers", 60, "gpu_memory"),
     "loaded": Section("the same beside matmuls on all GPUs", 240, "overlap", "loaded"),
 }
 

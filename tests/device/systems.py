@@ -12,8 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from device.report import Options
 from railrelay.client import Client, cuda
 from railrelay.client.cli import _node, _nodes
@@ -81,15 +79,21 @@ class Link:
 
 
 @contextlib.contextmanager
-def link(node: Node, options: Options, nbytes: int, route: Route = Route.RELAY) -> Iterator[Link]:
+def link(
+    node: Node,
+    options: Options,
+    nbytes: int,
+    route: Route = Route.RELAY,
+    **gpu: Any,  # noqa: ANN401
+) -> Iterator[Link]:
     uuids = gpus_of(options) or ("", "")
     with contextlib.ExitStack() as stack:
         pools = []
-        for gpu in uuids:
-            made = pool(nbytes, gpu)
+        for uuid in uuids:
+            made = pool(nbytes, uuid)
             stack.callback(made.close)
             pools.append(made)
-        sender = stack.enter_context(connect(node, SENDER, options, "sender", route))
+        sender = stack.enter_context(connect(node, SENDER, options, "sender", route, **gpu))
         receiver = stack.enter_context(connect(node, RECEIVER, options, "receiver"))
         source, destination = pools[0].add(sender), pools[1].add(receiver)
         yield Link(sender, receiver, pools[0], pools[1], source, destination, sender.open(destination.offer()))
@@ -107,7 +111,3 @@ def copied_by(counters: dict[str, int], before: dict[str, int]) -> str:
     ways = {way: counters[f"gpu_{way}_bytes"] - before[f"gpu_{way}_bytes"] for way in ("strided", "batch", "kernel")}
     whole = sum(ways.values())
     return " + ".join(f"{way} {nbytes / whole:.0%}" for way, nbytes in ways.items() if nbytes) if whole else "the CPU"
-
-
-def addresses(base: int, order: np.ndarray[Any, np.dtype[np.int64]], step: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    return order.astype(np.uint64) * np.uint64(step) + np.uint64(base)
