@@ -54,6 +54,8 @@ SECTIONS: Final = {
     "doorbell": Section("from the doorbell to the rail", 60, "doorbell", host=True),
     "overlap": Section("relay against own-rail direct, NICs emulated", 150, "overlap", host=True),
     "alternate": Section("slots of all ways in one lane, through the emulated NIC", 90, "alternate", host=True),
+    "kill-engine": Section("kill -9 of the sending engine, again and again", 200, "kill", "engine", host=True),
+    "kill-daemon": Section("kill -9 of the daemon, again and again", 200, "kill", "daemon", host=True),
     "memory": Section("GPU memory of the daemon beyond the buffers", 60, "gpu_memory"),
     "loaded": Section("the same beside matmuls on all GPUs", 240, "overlap", "loaded"),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,15 +37,18 @@ def rates(options: Options) -> float:
     return 400.0 if options.gpus and not options.stand_in else HOST_GBIT
 
 
+def geometry(options: Options) -> Geometry:
+    return _nodes.GEOMETRIES[0] if options.gpus and not options.stand_in else SMALL
+
+
 @contextlib.contextmanager
-def daemon(options: Options, geometry: Geometry | None = None, rate_gbit: float | None = None) -> Iterator[Node]:
+def daemon(options: Options, sizes: Geometry | None = None, rate_gbit: float | None = None) -> Iterator[Node]:
     """Two rails, the first on the first GPU and the second on the last."""
     gpus = gpus_of(options) or ("", "")
-    chosen = geometry or (_nodes.GEOMETRIES[0] if options.gpus and not options.stand_in else SMALL)
     nics = [Emulated(rate_gbit or rates(options), gpu) for gpu in gpus]
     with tempfile.TemporaryDirectory(prefix="railrelay-device-") as directory:
         name = f"device-{os.getpid()}-{next(_numbers)}"
-        node = Node(name, Path(directory), chosen, (-1, -1), emulated=nics)
+        node = Node(name, Path(directory), sizes or geometry(options), (-1, -1), emulated=nics)
         try:
             yield node
         finally:
@@ -54,15 +56,15 @@ def daemon(options: Options, geometry: Geometry | None = None, rate_gbit: float 
             print(node.log_tail(), flush=True)
 
 
-def connect(node: Node, rank: int, options: Options, name: str, route: Route = Route.RELAY, **gpu: Any) -> Client:  # noqa: ANN401
+def connect(
+    node: Node | str, rank: int, options: Options, name: str, route: Route = Route.RELAY, *, local: bool = False,
+    **gpu: Any,  # noqa: ANN401
+) -> Client:  # fmt: skip
+    """By NIC even between engines of one daemon, unless ``local``."""
+    socket = node if isinstance(node, str) else node.socket
     uuids = gpus_of(options)
     extra: dict[str, Any] = {"gpu": uuids[rank], "gpu_options": GpuOptions(**gpu)} if uuids else {}
-    return Client.connect(node.socket, rank=rank, name=name, route=route, **not_local(), **extra)
-
-
-def not_local() -> dict[str, Any]:
-    """Both engines are clients of one daemon, and what is between them must go by NIC all the same."""
-    return {"local": False} if "local" in inspect.signature(Client.connect).parameters else {}
+    return Client.connect(socket, rank=rank, name=name, route=route, local=local, **extra)
 
 
 @dataclass(frozen=True)
