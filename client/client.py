@@ -310,6 +310,18 @@ class Client:
                 self._gpu = GpuMemory(self.core, gpu, self._gpu_options, self.connection.fd)
             return self._gpu
 
+    def open_remote(self, opened: protocol.RegionOpened, fds: list[int]) -> None:
+        """Control thread: see RemoteGpuMemory."""
+        self._use_gpu(opened.device).open_remote(opened, fds)
+
+    def prepare_local(self) -> None:
+        if self._gpu is not None:
+            self._gpu.prepare_local()
+
+    def close_remote(self, index: int) -> None:
+        if self._gpu is not None:
+            self._gpu.close_remote(index)
+
     def event_of(self, ready: Ready) -> core.HostEvent | core.GpuEvent | None:
         """``ready`` of write() for the core."""
         if ready is None or isinstance(ready, core.HostEvent | core.GpuEvent):
@@ -337,6 +349,8 @@ class Client:
             raise ArgumentError(ErrorCode.BAD_ADDRESS, f"{address:#x} is not GPU memory")
         checked_gpu(self._gpu, at.ordinal)
         memory = self._use_gpu(at.ordinal)
+        if self.remotes.any_local:
+            memory.prepare_local()
         handles = cuda.handles_of(memory.gpu, address, nbytes)
         request = protocol.Register(
             self.connection.new_id(),
@@ -405,7 +419,7 @@ class Client:
         finally:
             close_all([segment, node])
         self.completions = Completions(self.core.completion_fd)
-        self.remotes = RemoteTable(self.core, self.connection)
+        self.remotes = RemoteTable(self.core, self.connection, self)
         self.connection.on_event = self._event
         self.connection.on_gone = self._gone
         return facts

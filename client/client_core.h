@@ -44,12 +44,14 @@ struct rc_remote {
     uint32_t index, peer, rail, owner, window_bytes, window_runs;
     uint32_t users; /* unfinished submissions that write to it */
     uint32_t local; /* memory of another client of the same daemon, mapped here when it was opened */
+    uint32_t on_gpu; /* and on a GPU */
 };
 
 /* Where the memory of a local remote region is, until its owner or daemon wants it back. */
 struct rc_mapping {
     uint8_t *base; /* NULL: not, or no longer */
     uint64_t bytes;
+    uint32_t on_gpu; /* base is an address for the GPU */
 };
 
 /* Of a part of the local route: no byte is copied before the daemon has taken the slice that asks for admission. */
@@ -82,9 +84,10 @@ struct rc_part {
     struct rc_submission *submission;
     uint32_t local_rail, remote_rail, owner, window_bytes, entries_max, direct;
     uint32_t on_gpu;  /* its source */
+    uint32_t to_gpu;  /* local route: its destination */
     uint32_t by_page; /* rows of pages: all rows of a page before the next page */
     uint64_t bytes_left;
-    uint64_t copied_at; /* on_gpu: doorbell of the lane once its last slot is filled; 0 before that is enqueued */
+    uint64_t copied_at; /* on_gpu: doorbell of the lane, or signal of the local route, once its last piece is copied; 0 before that is enqueued */
     const struct rc_block *blocks; /* list of blocks */
     uint64_t block_count, block_at, block_offset;
     const uint32_t *row_indices; /* or rows of pages */
@@ -242,10 +245,14 @@ struct rc_core {
     uint32_t dead; /* rr_result once fail_all was called */
     uint32_t scheduled_round;
     uint32_t queued_parts, async_armed;
+    uint32_t gpu_is_awaited; /* feeder: somebody waits for the GPU, which wakes nobody */
 
     struct rg_api gpu;    /* functions are NULL until rc_use_gpu */
     void *gpu_context;
     uint32_t gpu_failure; /* the first CUresult that was not 0 */
+    struct rg_copier *local_copier;  /* of the local route */
+    uint64_t *local_signal;          /* pinned: how many lists the GPU has copied */
+    uint64_t local_enqueued;         /* lists */
     int hang_up_fd;       /* the control socket: shut down after a GPU failure, so that the daemon takes the lanes back */
 
     pthread_t feeder, unbouncer;
@@ -327,6 +334,14 @@ int rc_add_gpu_lane(struct rc_core *core, uint32_t rail, uint64_t address, uint6
 /* The lane is filled by copies on this stream from now on. -errno, or a CUresult. */
 int rc_set_lane_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts);
 int rc_set_bounce_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts);
+/* facts.base is the pinned word that the GPU counts in. */
+int rc_set_local_copier(struct rc_core *core, const struct rc_copier_facts *facts);
+/* Feeder: enqueues a chunk of a part of the local route. RC_LOCAL_WAITS: the GPU is behind; -1: a destination is gone. */
+#define RC_LOCAL_WAITS 2
+int rc_copy_chunk_by_gpu(struct rc_core *core, struct rc_part *part);
+/* Whether the GPU has copied everything that was enqueued for the part so far. */
+int rc_part_is_copied(const struct rc_part *part);
+int rc_local_gpu_is_idle(const struct rc_core *core);
 /* Feeder, holding the lane's lock: fills the reserved slot on the GPU and announces it. */
 void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, uint64_t limit);
 /* The source of a submission on a GPU is not read any more. */
@@ -345,6 +360,7 @@ int rc_mappings_init(struct rc_core *core);
 void rc_mappings_free(struct rc_core *core); /* the feeder has ended */
 /* Maps memory of another client of this daemon as the destination `remote`; bytes from offset of the file. 0 or -errno. */
 int rc_map_remote(struct rc_core *core, uint32_t remote, int fd, uint64_t offset, uint64_t bytes);
+int rc_map_gpu_remote(struct rc_core *core, uint32_t remote, uint64_t address, uint64_t bytes);
 /* Touches the pages, so that no transfer has to. */
 void rc_populate_remote(struct rc_core *core, uint32_t remote);
 /* After this no byte is written there by the local route: 1 if it was mapped. */

@@ -105,7 +105,8 @@ class ClientCore:
         scratch: tuple[int, int],
         nic_rate: float,
     ) -> None:
-        """The lane (or the bounce memory) is filled (or emptied) by a GPU from now on; see struct rc_copier_facts. Measures its costs.
+        """rail -1: the local route; base is then the pinned word that the GPU counts its lists in.
+        The lane (or the bounce memory) is filled (or emptied) by a GPU from now on; see struct rc_copier_facts. Measures its costs.
         OSError, or SubmitError("gpu_error")."""
     def copy_costs(self, rail: int) -> dict[str, float] | None:
         """ns, and GB/s: struct rg_costs of the lane."""
@@ -127,8 +128,11 @@ class ClientCore:
         window_bytes: int,
         window_runs: int,
         local: bool,
+        on_gpu: bool,
     ) -> None:
-        """local: by the local route, into what map_remote() has mapped."""
+        """local: by the local route, into what map_remote() or map_gpu_remote() has mapped."""
+    def map_gpu_remote(self, remote: int, address: int, nbytes: int) -> None:
+        """The same for GPU memory that is mapped at ``address`` for this client's GPU."""
     def map_remote(self, remote: int, fd: int, offset: int, nbytes: int) -> None:
         """Memory of another client of the same daemon, before add_remote(local=True)."""
     def populate_remote(self, remote: int) -> None:

@@ -37,7 +37,7 @@ cdef extern from "client_core.h" nogil:
         int one_length
     struct rc_remote:
         uint64_t address, bytes
-        uint32_t index, peer, rail, owner, window_bytes, window_runs, users, local
+        uint32_t index, peer, rail, owner, window_bytes, window_runs, users, local, on_gpu
     struct rc_counters:
         uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes
         uint64_t fast_submissions, bytes_local
@@ -83,6 +83,7 @@ cdef extern from "client_core.h" nogil:
         uint64_t segment_bytes
         rr_facts facts
         rg_api gpu
+        rg_copier *local_copier
         void *gpu_context
         uint32_t gpu_failure
     struct rc_submission:
@@ -101,6 +102,7 @@ cdef extern from "client_core.h" nogil:
     int rc_add_gpu_lane(rc_core *, uint32_t rail, uint64_t address, uint64_t bytes, uint64_t generation)
     int rc_set_lane_copier(rc_core *, uint32_t rail, const rc_copier_facts *)
     int rc_set_bounce_copier(rc_core *, uint32_t rail, const rc_copier_facts *)
+    int rc_set_local_copier(rc_core *, const rc_copier_facts *)
     int rc_lane_is_leased(const rc_lane *)
     rr_lane *rc_shared_lane(rc_core *, uint32_t rail)
     struct rc_gpu_event:
@@ -114,6 +116,7 @@ cdef extern from "client_core.h" nogil:
     int rc_add_remote(rc_core *, rc_remote remote)
     int rc_remove_remote(rc_core *, uint32_t index)
     int rc_map_remote(rc_core *, uint32_t remote, int fd, uint64_t offset, uint64_t bytes)
+    int rc_map_gpu_remote(rc_core *, uint32_t remote, uint64_t address, uint64_t bytes)
     void rc_populate_remote(rc_core *, uint32_t remote)
     int rc_unmap_remote(rc_core *, uint32_t remote)
     rc_submission *rc_reserve(rc_core *, uint32_t peer, const rc_list *blocks, uint64_t tag, uint64_t timeout_ns, int note, rc_ready ready,
@@ -439,7 +442,7 @@ cdef class ClientCore:
             addresses[i] = address
         check(rc_use_gpu(self.core, addresses, len(functions), <void *> context, hang_up_fd), "GPU")
 
-    def set_copier(self, uint32_t rail, *, bint bounce, uintptr_t stream, uintptr_t kernel, uintptr_t lists, uint32_t list_count,
+    def set_copier(self, int rail, *, bint bounce, uintptr_t stream, uintptr_t kernel, uintptr_t lists, uint32_t list_count,
                     uint32_t list_pieces, uint32_t thread_blocks, int32_t forced, uint64_t base, uint64_t doorbell, scratch,
                     double nic_rate):
         cdef rc_copier_facts facts
@@ -451,7 +454,9 @@ cdef class ClientCore:
         facts.scratch, facts.scratch_target = scratch
         facts.nic_rate = nic_rate
         with nogil:
-            if bounce:
+            if rail < 0:
+                status = rc_set_local_copier(self.core, &facts)
+            elif bounce:
                 status = rc_set_bounce_copier(self.core, rail, &facts)
             else:
                 status = rc_set_lane_copier(self.core, rail, &facts)
@@ -494,11 +499,11 @@ cdef class ClientCore:
         check(rc_add_peer(self.core, peer, rails, len(rails)), f"peer {peer}")
 
     def add_remote(self, uint32_t remote, uint32_t peer, uint64_t address, uint64_t nbytes, uint32_t rail, uint32_t owner,
-                   uint32_t window_bytes, uint32_t window_runs, bint local):
+                   uint32_t window_bytes, uint32_t window_runs, bint local, bint on_gpu):
         self.here()
         cdef rc_remote at
-        at.address, at.bytes, at.index, at.peer, at.rail, at.owner, at.window_bytes, at.window_runs, at.users, at.local = (
-            address, nbytes, remote, peer, rail, owner, window_bytes, window_runs, 0, local)
+        at.address, at.bytes, at.index, at.peer, at.rail, at.owner, at.window_bytes, at.window_runs, at.users, at.local, at.on_gpu = (
+            address, nbytes, remote, peer, rail, owner, window_bytes, window_runs, 0, local, on_gpu)
         check(rc_add_remote(self.core, at), f"remote region {remote}")
 
     def remove_remote(self, uint32_t remote):
@@ -513,6 +518,10 @@ cdef class ClientCore:
     def map_remote(self, uint32_t remote, int fd, uint64_t offset, uint64_t nbytes):
         self.here()
         check(rc_map_remote(self.core, remote, fd, offset, nbytes), f"memory of remote region {remote}")
+
+    def map_gpu_remote(self, uint32_t remote, uint64_t address, uint64_t nbytes):
+        self.here()
+        check(rc_map_gpu_remote(self.core, remote, address, nbytes), f"memory of remote region {remote}")
 
     def populate_remote(self, uint32_t remote):
         self.here()
@@ -616,15 +625,16 @@ cdef class ClientCore:
         }
 
     cdef gpu_counters(self):
-        """Copies by a GPU into lanes and out of bounce memory, by way."""
+        """Copies by a GPU into lanes, out of bounce memory and by the local route, by way."""
         cdef uint64_t[3] operations, pieces, nbytes
-        cdef rg_copier *copiers[2]
+        cdef rg_copier *copiers[3]
         cdef uint32_t rail, way, i
         for way in range(3):
             operations[way] = pieces[way] = nbytes[way] = 0
         for rail in range(self.core.rail_count):
             copiers[0], copiers[1] = self.core.lanes[rail].copier, self.core.bounces[rail].copier
-            for i in range(2):
+            copiers[2] = self.core.local_copier if rail == 0 else NULL
+            for i in range(3):
                 if copiers[i] is NULL:
                     continue
                 for way in range(3):

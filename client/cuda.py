@@ -14,12 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final
 
 from railrelay.client.errors import ArgumentError, ErrorCode, RegionError, RelayError
-
-if TYPE_CHECKING:
-    from railrelay.client.core import ClientCore
 
 INSTALL: Final = "install railrelay[cuda]"
 BATCH_VERSION: Final = 13000  # the signature of cuMemcpyBatchAsync that gpu_copy.h declares
@@ -165,6 +162,7 @@ class Gpu:
         self.uuid = uuid_of(self.ordinal)
         self.context = int(_call("cuDevicePrimaryCtxRetain", _call("cuDeviceGet", self.ordinal)))
         self._lock = threading.Lock()
+        self._opened: dict[bytes, tuple[int, int]] = {}  # IPC handle -> address, users
         self._undo: list[tuple[str, int]] = [("cuDevicePrimaryCtxRelease", self.ordinal)]
 
     def close(self) -> None:
@@ -269,17 +267,31 @@ class Gpu:
 
     def open_ipc(self, handle: bytes, nbytes: int) -> Mapping:
         """The same for an allocation that cuMemAlloc made."""
-        raw = _driver().CUipcMemHandle()
-        ctypes.memmove(raw.getPtr(), handle, IPC_BYTES)
-        with self.current():
-            address = int(_call("cuIpcOpenMemHandle", raw, 1))  # lazily enables access between peers
-        return Mapping(address, nbytes, 0)
+        with self._lock:
+            opened, users = self._opened.get(handle, (0, 0))
+            if not users:
+                raw = _driver().CUipcMemHandle()
+                ctypes.memmove(raw.getPtr(), handle, IPC_BYTES)
+                with self.current():
+                    opened = int(_call("cuIpcOpenMemHandle", raw, 1))  # lazily enables access between peers
+            self._opened[handle] = (opened, users + 1)
+        return Mapping(opened, nbytes, 0)
+
+    def _close_ipc(self, address: int) -> None:
+        """An allocation is opened once, however many regions lie in it."""
+        with self._lock:
+            handle, users = next((known, users) for known, (at, users) in self._opened.items() if at == address)
+            if users > 1:
+                self._opened[handle] = (address, users - 1)
+                return
+            del self._opened[handle]
+        _call("cuIpcCloseMemHandle", address)
 
     def unmap(self, mapping: Mapping) -> None:
         """Of create(), open_vmm() or open_ipc(). What the GPU still does with it must have ended."""
         with self.current():
             if not mapping.handle:
-                _call("cuIpcCloseMemHandle", mapping.address)
+                self._close_ipc(mapping.address)
                 return
             _call("cuMemUnmap", mapping.address, mapping.nbytes)
             _call("cuMemRelease", mapping.handle)
@@ -547,17 +559,3 @@ def _from_dlpack(capsule: object) -> tuple[int, int]:
         items *= tensor.shape[axis]
     nbytes = items * tensor.bits * tensor.lanes // 8
     return _checked((tensor.data or 0) + tensor.byte_offset, nbytes, contiguous)
-
-
-def import_device(
-    core: ClientCore, remote: int, device: str, handle: str, fd: int, ipc: bytes, offset: int, nbytes: int
-) -> NoReturn:
-    """Maps device memory of another client of the same node as the destination ``remote``: ``handle`` is "vmm"
-    (``fd``) or "ipc" (``ipc``), ``device`` the UUID of its GPU. Control thread; the descriptor stays the caller's.
-    RegionError."""
-    del core, fd, ipc, offset
-    raise RegionError(
-        ErrorCode.NOT_SUPPORTED,
-        f"remote region {remote}: {nbytes} bytes of GPU {device} ({handle}) cannot be written by the local route;"
-        " connect the client with local=False",
-    )

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/prctl.h>
 
 #include "pieces.h"
 
@@ -365,6 +366,11 @@ static enum course course_of(struct feeder *f, struct rc_part *part)
         pthread_mutex_unlock(&core->queue);
         return ENDED;
     }
+    for (uint32_t i = 0; i < s->part_count; i++) {
+        if (!s->parts[i].local || rc_part_is_copied(&s->parts[i])) continue;
+        core->gpu_is_awaited = 1; /* it would count as settled while the GPU still writes */
+        return ENDING;
+    }
     s->ended_early = publish_end(core, s) != 0;
     return s->ended_early ? ENDED : ENDING;
 }
@@ -437,6 +443,7 @@ static int round_of_parts(struct feeder *f)
     if (rr_load_acquire_u32(&core->gpu_failure) && !rr_load_acquire_u32(&core->dead)) rc_end_after_gpu_failure(core);
     take_inbox(f);
     if (!f->first) return 0;
+    core->gpu_is_awaited = 0;
     if (is_exclusive(core)) choose_exclusive(f);
     see_contention(f);
     /* Small submissions first, then the rest in the order they came. */
@@ -466,6 +473,7 @@ static int round_of_parts(struct feeder *f)
             drop_part(f, part);
         }
     }
+    if (core->gpu_is_awaited) look_again_at(f, rr_now_ns() + 10000);
     return progress;
 }
 
@@ -477,6 +485,7 @@ void *rc_feeder_main(void *argument)
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, NULL);
     pthread_setname_np(pthread_self(), "rr-feeder");
+    prctl(PR_SET_TIMERSLACK, 1000ul); /* it looks at a GPU every 10 us */
     if (core->feeder_cpu >= 0) {
         cpu_set_t set;
         CPU_ZERO(&set);

@@ -141,7 +141,7 @@ static int strided_keeps_up(const struct rg_copier *copier, uint32_t rows, uint6
     const struct rg_costs *costs = &copier->costs;
     if (copier->forced >= 0) return copier->forced == RG_STRIDED;
     double strided = costs->strided_ns + rows * costs->row_ns + (double)bytes / costs->engine_rate;
-    if (strided <= (double)bytes / costs->nic_rate) return 1;
+    if (strided <= (double)bytes / (costs->nic_rate > 0 ? costs->nic_rate : costs->kernel_rate)) return 1;
     return !copier->kernel && strided < rows * costs->batched_ns;
 }
 
@@ -151,7 +151,7 @@ static int batch_keeps_up(const struct rg_copier *copier, uint32_t piece_count, 
     if (!copier->kernel) return 1;
     if (copier->forced >= 0) return copier->forced != RG_KERNEL;
     double batch = piece_count * costs->batched_ns, kernel = costs->kernel_ns + (double)bytes / costs->kernel_rate;
-    return batch <= (double)bytes / costs->nic_rate || batch <= kernel;
+    return batch <= kernel || (costs->nic_rate > 0 && batch <= (double)bytes / costs->nic_rate);
 }
 
 rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t piece_count)

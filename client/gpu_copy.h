@@ -55,7 +55,7 @@ struct rg_costs {
     double batched_ns;         /* one copy of a batch */
     double kernel_ns;          /* one launch */
     double engine_rate, kernel_rate;
-    double nic_rate; /* what the copies should keep up with */
+    double nic_rate; /* what the copies should keep up with; 0: as fast as can be */
 };
 
 struct rg_counters {

@@ -78,6 +78,16 @@ int rc_set_lane_copier(struct rc_core *core, uint32_t rail, const struct rc_copi
     return copier ? 0 : result ? result : -ENOMEM;
 }
 
+int rc_set_local_copier(struct rc_core *core, const struct rc_copier_facts *facts)
+{
+    rg_result result = 0;
+    struct rg_copier *copier = new_copier(core, facts, facts->scratch_target, &result);
+    if (!copier) return result ? result : -ENOMEM;
+    core->local_signal = (uint64_t *)(uintptr_t)facts->base;
+    rr_store_release_pointer((void **)&core->local_copier, copier);
+    return 0;
+}
+
 int rc_set_bounce_copier(struct rc_core *core, uint32_t rail, const struct rc_copier_facts *facts)
 {
     if (rail >= core->rail_count) return -EINVAL;
@@ -101,6 +111,11 @@ void rc_close_copiers(struct rc_core *core)
             free(copiers[j]);
         }
     }
+    if (core->local_copier) {
+        rg_close(core->local_copier);
+        free(core->local_copier);
+    }
+    core->local_copier = NULL;
     if (core->hang_up_fd >= 0) close(core->hang_up_fd);
     core->hang_up_fd = -1;
 }
@@ -139,7 +154,7 @@ static uint32_t list_pieces(struct rc_part *part, struct rg_copier *copier, uint
     return entries;
 }
 
-/* Pieces of pageable host memory into GPU memory: the driver has staged each when the call returns. */
+/* Pieces between pageable host memory and GPU memory: the driver has staged, or placed, each when the call returns. */
 static rg_result copy_from_host(struct rg_copier *copier, const struct rg_piece *pieces, uint32_t count)
 {
     rg_result result = 0;
@@ -179,15 +194,71 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
     if (result) rc_gpu_failed(core, result);
 }
 
+/* ---- the local route ---- */
+
+#define LOCAL_CHUNK_BYTES (8ull << 20)
+
+static uint64_t local_copied(const struct rc_core *core)
+{
+    return core->local_signal ? rr_load_acquire_u64(core->local_signal) : 0;
+}
+
+int rc_local_gpu_is_idle(const struct rc_core *core)
+{
+    return rr_load_acquire_u32(&core->gpu_failure) || local_copied(core) >= rr_load_acquire_u64(&core->local_enqueued);
+}
+
+int rc_part_is_copied(const struct rc_part *part)
+{
+    uint64_t copied_at = rr_load_acquire_u64(&part->copied_at);
+    const struct rc_core *core = part->submission->core;
+    if (!copied_at || part->direct) return 1;
+    if (part->local) return local_copied(core) >= copied_at;
+    if (!part->on_gpu) return 1;
+    const struct rr_lane *shared = core->lanes[part->local_rail].producer.lane;
+    return (int64_t)(rr_load_acquire_u64(&shared->doorbell) - copied_at) >= 0; /* SYNC doorbell */
+}
+
+int rc_copy_chunk_by_gpu(struct rc_core *core, struct rc_part *part)
+{
+    struct rg_copier *copier = core->local_copier;
+    if (core->local_enqueued - local_copied(core) >= copier->list_count) return RC_LOCAL_WAITS;
+    uint32_t list = (uint32_t)(core->local_enqueued % copier->list_count), count = 0, region = RR_NONE;
+    struct rg_piece *pieces = rg_list(copier, list);
+    uint64_t left = LOCAL_CHUNK_BYTES, base = 0;
+    struct rc_piece piece;
+    rg_result result = rg_enter(copier);
+    /* Held until all is enqueued: whoever takes a mapping away then waits for the GPU. */
+    pthread_rwlock_rdlock(&core->mappings_lock);
+    while (left && count < copier->list_pieces && rc_peek_piece(part, &piece)) {
+        if (piece.remote != region) {
+            region = piece.remote;
+            base = (uint64_t)(uintptr_t)core->mappings[region].base;
+            if (!base) break;
+        }
+        uint64_t take = piece.length < left ? piece.length : left;
+        pieces[count++] = (struct rg_piece){piece.source, base + piece.destination, (uint32_t)take, 0};
+        left -= take;
+        rc_take_piece(part, take, piece.length);
+    }
+    int gone = region != RR_NONE && !base;
+    if (!result && count) result = part->on_gpu && part->to_gpu ? rg_copy(copier, list, count) : copy_from_host(copier, pieces, count);
+    if (!result && count) {
+        rr_store_release_u64(&core->local_enqueued, core->local_enqueued + 1);
+        rr_store_release_u64(&part->copied_at, core->local_enqueued);
+        result = rg_signal(copier, (uint64_t)(uintptr_t)core->local_signal, core->local_enqueued);
+    }
+    pthread_rwlock_unlock(&core->mappings_lock);
+    part->local_bytes += LOCAL_CHUNK_BYTES - left;
+    rr_fetch_add_u64(&core->counters.bytes_local, LOCAL_CHUNK_BYTES - left);
+    if (result) rc_gpu_failed(core, result);
+    return gone ? -1 : 0;
+}
+
 int rc_gpu_has_copied(const struct rc_submission *s)
 {
-    for (uint32_t i = 0; i < s->part_count; i++) {
-        const struct rc_part *part = &s->parts[i];
-        uint64_t copied_at = rr_load_acquire_u64(&part->copied_at);
-        if (!part->on_gpu || part->direct || !copied_at) continue;
-        const struct rr_lane *shared = s->core->lanes[part->local_rail].producer.lane;
-        if ((int64_t)(rr_load_acquire_u64(&shared->doorbell) - copied_at) < 0) return 0; /* SYNC doorbell */
-    }
+    for (uint32_t i = 0; i < s->part_count; i++)
+        if (!rc_part_is_copied(&s->parts[i])) return 0;
     return 1;
 }
 

@@ -6,19 +6,21 @@ of the relay memory and of the doorbell for the GPU."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import threading
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from railrelay.client import core, cuda
+from railrelay.client import core, cuda, protocol
 from railrelay.client.errors import ArgumentError, ErrorCode, RelayError
 from railrelay.client.transfer import core_errors
 
 log = logging.getLogger(__name__)
 
 LIST_PIECES: Final = 8192  # of one slot; a slot closes earlier if it has more
+LOCAL_LISTS: Final = 16
 PIECE_BYTES: Final = 24
 SCRATCH_BYTES: Final = 1 << 20
 GBIT_BYTES: Final = 0.125  # a nanosecond, at one Gbit/s
@@ -55,8 +57,10 @@ class GpuMemory:
         self._options = options
         self._lock = threading.Lock()
         self._lanes: dict[int, cuda.Mapping] = {}
+        self._remotes: dict[int, cuda.Mapping] = {}
         self._known: dict[tuple[int, int], int] = {}
         self._event_stream = 0
+        self._local = 0  # where the GPU counts what it has copied by the local route
         self._doorbells = 0  # of the whole segment
         self._scratch = 0
         self._kernel = -1
@@ -71,10 +75,11 @@ class GpuMemory:
         """After the core was stopped: nothing is enqueued any more. Waits for what the GPU still copies."""
         with contextlib.suppress(RelayError):
             self.gpu.synchronize()
-        for mapping in self._lanes.values():
+        for mapping in (*self._lanes.values(), *self._remotes.values()):
             with contextlib.suppress(RelayError):
                 self.gpu.unmap(mapping)
         self._lanes.clear()
+        self._remotes.clear()
         self.gpu.close()
 
     def add_lane(self, rail: int, fd: int, nbytes: int, generation: int) -> None:
@@ -109,6 +114,34 @@ class GpuMemory:
                 if not self._core.has_bounce_copier(rail) and area[0]:
                     base = self._registered(area)
                     self._set_copier(rail, bounce=True, lists=1, base=base, doorbell=0)
+
+    def open_remote(self, opened: protocol.RegionOpened, fds: list[int]) -> None:
+        """Maps memory of another client of this node, for this client's GPU, as a destination. RelayError."""
+        if opened.handle == "vmm":
+            mapping = self.gpu.open_vmm(fds[0], opened.handle_bytes)
+        else:
+            mapping = self.gpu.open_ipc(opened.ipc, opened.handle_bytes)
+        try:
+            with core_errors():
+                self._core.map_gpu_remote(opened.remote, mapping.address + opened.offset, opened.bytes)
+        except BaseException:
+            self.gpu.unmap(mapping)
+            raise
+        self._remotes[opened.remote] = mapping
+
+    def prepare_local(self) -> None:
+        """From now on the GPU copies what it is source or destination of on the local route. Idempotent."""
+        with self._lock, core_errors():
+            if not self._local:
+                local = self.gpu.host_alloc(8)
+                ctypes.memset(local, 0, 8)
+                self._set_copier(-1, bounce=False, lists=LOCAL_LISTS, base=local, doorbell=0)
+                self._local = local
+
+    def close_remote(self, index: int) -> None:
+        mapping = self._remotes.pop(index, None)
+        if mapping is not None:
+            self.gpu.unmap(mapping)
 
     def event_of(self, ready: object) -> core.GpuEvent:
         """What a stream has been given so far, or what a recorded event stands for, as an event of the library's own.
@@ -147,7 +180,7 @@ class GpuMemory:
             base=base,
             doorbell=doorbell,
             scratch=(self._scratch, self._scratch + SCRATCH_BYTES),
-            nic_rate=self._options.nic_gbit * GBIT_BYTES,
+            nic_rate=0.0 if rail < 0 else self._options.nic_gbit * GBIT_BYTES,
         )
 
     def _gather_kernel(self) -> int:

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "client_core.h"
@@ -35,7 +36,7 @@ int rc_mappings_init(struct rc_core *core)
 void rc_mappings_free(struct rc_core *core)
 {
     for (uint32_t i = 0; core->mappings && i < RC_REGIONS_MAX; i++) {
-        if (core->mappings[i].base) munmap(core->mappings[i].base, core->mappings[i].bytes);
+        if (core->mappings[i].base && !core->mappings[i].on_gpu) munmap(core->mappings[i].base, core->mappings[i].bytes);
         core->mappings[i].base = NULL;
     }
 }
@@ -48,9 +49,19 @@ int rc_map_remote(struct rc_core *core, uint32_t remote, int fd, uint64_t offset
     madvise(base, bytes, MADV_DONTFORK);
     pthread_rwlock_wrlock(&core->mappings_lock);
     int taken = core->mappings[remote].base != NULL;
-    if (!taken) core->mappings[remote] = (struct rc_mapping){base, bytes};
+    if (!taken) core->mappings[remote] = (struct rc_mapping){base, bytes, 0};
     pthread_rwlock_unlock(&core->mappings_lock);
     if (taken) munmap(base, bytes);
+    return taken ? -EEXIST : 0;
+}
+
+int rc_map_gpu_remote(struct rc_core *core, uint32_t remote, uint64_t address, uint64_t bytes)
+{
+    if (remote >= RC_REGIONS_MAX || !bytes) return -EINVAL;
+    pthread_rwlock_wrlock(&core->mappings_lock);
+    int taken = core->mappings[remote].base != NULL;
+    if (!taken) core->mappings[remote] = (struct rc_mapping){(uint8_t *)(uintptr_t)address, bytes, 1};
+    pthread_rwlock_unlock(&core->mappings_lock);
     return taken ? -EEXIST : 0;
 }
 
@@ -59,7 +70,7 @@ void rc_populate_remote(struct rc_core *core, uint32_t remote)
     for (uint64_t at = 0, more = 1; more && remote < RC_REGIONS_MAX; at += POPULATE_BYTES) {
         pthread_rwlock_rdlock(&core->mappings_lock);
         const struct rc_mapping *mapping = &core->mappings[remote];
-        more = mapping->base && at < mapping->bytes;
+        more = mapping->base && !mapping->on_gpu && at < mapping->bytes;
         if (more) {
             uint64_t left = mapping->bytes - at;
             more = !madvise(mapping->base + at, left < POPULATE_BYTES ? left : POPULATE_BYTES, MADV_POPULATE_WRITE);
@@ -74,8 +85,10 @@ int rc_unmap_remote(struct rc_core *core, uint32_t remote)
     pthread_rwlock_wrlock(&core->mappings_lock);
     struct rc_mapping mapping = core->mappings[remote];
     core->mappings[remote].base = NULL;
-    if (mapping.base) munmap(mapping.base, mapping.bytes);
+    if (mapping.base && !mapping.on_gpu) munmap(mapping.base, mapping.bytes);
     pthread_rwlock_unlock(&core->mappings_lock);
+    struct timespec nap = {0, 50000};
+    while (mapping.base && mapping.on_gpu && !rc_local_gpu_is_idle(core)) nanosleep(&nap, NULL);
     return mapping.base != NULL;
 }
 
@@ -103,6 +116,11 @@ static int copy_chunk(struct rc_core *core, struct rc_part *part)
     part->local_bytes += copied;
     rr_fetch_add_u64(&core->counters.bytes_local, copied);
     return region == RR_NONE || base ? 0 : -1;
+}
+
+static int copy_some(struct rc_core *core, struct rc_part *part)
+{
+    return part->on_gpu || part->to_gpu ? rc_copy_chunk_by_gpu(core, part) : copy_chunk(core, part);
 }
 
 static struct rr_slice slice_of(const struct rc_submission *s)
@@ -156,12 +174,14 @@ int rc_feed_local(struct rc_core *core, struct rc_part *part)
         if (rr_load_acquire_u32(&core->transfers[s->index].stop) == s->generation) return 1; /* refused: the round ends it */
         /* fall through */
     case RC_LOCAL_COPYING:
-        if (part->bytes_left && copy_chunk(core, part))
-            part->local_stage = RC_LOCAL_LOST;
-        else if (part->bytes_left)
-            return 1;
-        else
-            return tell_end(core, part, RR_OK);
+        switch (part->bytes_left ? copy_some(core, part) : 0) {
+        case 0:
+            if (part->bytes_left) return 1;
+            if (rc_part_is_copied(part)) return tell_end(core, part, RR_OK);
+            /* fall through */
+        case RC_LOCAL_WAITS: core->gpu_is_awaited = 1; return 0;
+        default: part->local_stage = RC_LOCAL_LOST;
+        }
         /* fall through */
     case RC_LOCAL_LOST: return tell_end(core, part, RR_REGION_GONE);
     case RC_LOCAL_TOLD: break; /* lost: the daemon's stop ends the transfer */

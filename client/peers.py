@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,16 +30,29 @@ _SPACES: Final = 256
 _LET_GO_S: Final = 2.0
 
 
+class RemoteGpuMemory(Protocol):
+    """How GPU memory of another client of the same daemon is mapped here."""
+
+    def open_remote(self, opened: protocol.RegionOpened, fds: list[int]) -> None: ...
+    def prepare_local(self) -> None:
+        """If there is a GPU in use: it may be the source, whatever the destination is."""
+
+    def close_remote(self, index: int) -> None:
+        """Nothing is copied there any more. For host memory too, where there is nothing to do."""
+
+
 class RemoteTable:
     """The open regions of all peers of a client, as the core knows them. Its lock is never held while waiting."""
 
-    def __init__(self, core: core.ClientCore, connection: Connection) -> None:
+    def __init__(self, core: core.ClientCore, connection: Connection, gpu: RemoteGpuMemory) -> None:
         self._core = core
+        self._gpu = gpu
         self._connection = connection
         self._lock = threading.Lock()
         self._open: dict[int, RemoteRegion] = {}
         self._closing: dict[int, RemoteRegion] = {}  # closed here; transfers in flight still name them
         self._ended = False
+        self.any_local = False  # some region was one of the same node
         self.asked = False  # for a region that may be one of the same node
 
     def of(self, peer: Peer) -> list[RemoteRegion]:
@@ -73,11 +86,12 @@ class RemoteTable:
                         opened.window_bytes,
                         opened.window_runs,
                         bool(opened.handle),
+                        opened.memory == "device",
                     )
                 self._open[remote.index] = remote
                 return remote
         except RelayError:
-            self._core.unmap_remote(opened.remote)
+            self._unmap(opened.remote)
             self._connection.tell(protocol.CloseRegion(self._connection.new_id(), opened.remote))
             raise
         finally:
@@ -91,18 +105,10 @@ class RemoteTable:
             if opened.handle == "shm":
                 self._core.map_remote(opened.remote, fds[0], opened.offset, opened.bytes)
             elif opened.handle:
-                from railrelay.client import cuda
-
-                cuda.import_device(
-                    self._core,
-                    opened.remote,
-                    opened.device,
-                    opened.handle,
-                    fds[0] if fds else -1,
-                    opened.ipc,
-                    opened.offset,
-                    opened.bytes,
-                )
+                self._gpu.open_remote(opened, fds)
+            if opened.handle:
+                self.any_local = True
+                self._gpu.prepare_local()
         except OSError as failure:
             text = f"{opened.bytes} bytes of a region of the same node cannot be mapped: {failure.strerror}"
             raise RegionError(ErrorCode.NO_MEMORY, text) from None
@@ -115,7 +121,7 @@ class RemoteTable:
 
     def gone(self, index: int) -> None:
         """Control thread: the peer withdrew the region."""
-        self._core.unmap_remote(index)
+        self._unmap(index)
         with self._lock:
             if index in self._open:
                 self._closing[index] = self._open.pop(index)
@@ -127,17 +133,21 @@ class RemoteTable:
         with self._lock:
             self._ended = True
             for index in (*self._open, *self._closing):
-                self._core.unmap_remote(index)
+                self._unmap(index)
         if self.asked:
             with contextlib.suppress(RelayError):
                 self._connection.ask(protocol.LetGo(self._connection.new_id(), []), protocol.Done, _LET_GO_S)
+
+    def _unmap(self, index: int) -> None:
+        if self._core.unmap_remote(index):
+            self._gpu.close_remote(index)
 
     def _end_closing(self) -> None:
         """An index is given back only when no transfer names it: the daemon may then use it for another region."""
         for index in list(self._closing):
             with contextlib.suppress(Busy), core_errors():
                 self._core.remove_remote(index)
-                self._core.unmap_remote(index)
+                self._unmap(index)
                 del self._closing[index]
                 self._connection.tell(protocol.CloseRegion(self._connection.new_id(), index))
 

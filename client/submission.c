@@ -47,16 +47,17 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
 }
 
 struct way {
-    uint32_t local_rail, remote_rail, owner, window_bytes, window_runs, direct, on_gpu, local;
+    uint32_t local_rail, remote_rail, owner, window_bytes, window_runs, direct, on_gpu, to_gpu, local;
 };
 
 static struct way way_of(const struct rc_core *core, const struct rc_region *region, const struct rc_remote *remote)
 {
-    if (remote->local && !region->on_gpu) return (struct way){.local_rail = core->own_rail, .owner = remote->owner, .local = 1};
+    if (remote->local)
+        return (struct way){.local_rail = core->own_rail, .owner = remote->owner, .on_gpu = (uint32_t)region->on_gpu, .to_gpu = remote->on_gpu, .local = 1};
     uint32_t local = core->local_rails[remote->peer][remote->rail];
     int relayed = core->route == RC_ROUTE_RELAY || core->route == RC_ROUTE_RELAY_ALL;
     struct way way = {core->own_rail, remote->rail, remote->owner, remote->window_bytes,
-                      remote->window_runs, (uint32_t)region->shared, (uint32_t)region->on_gpu, 0};
+                      remote->window_runs, (uint32_t)region->shared, (uint32_t)region->on_gpu, 0, 0};
     if (relayed) {
         way.local_rail = local;
         way.direct = region->shared && local == core->own_rail && core->route == RC_ROUTE_RELAY;
@@ -100,7 +101,8 @@ static int make_parts(struct rc_submission *s, const struct way *ways, uint32_t 
         part->by_page = part->on_gpu && s->pages.piece_bytes < BY_PAGE_BYTES;
         part->local = ways[i].local;
         s->any_direct |= part->direct;
-        s->any_gpu |= part->on_gpu && !part->direct;
+        part->to_gpu = ways[i].to_gpu;
+        s->any_gpu |= (part->on_gpu || part->to_gpu) && !part->direct;
         error->rail = part->local_rail;
         const struct rc_lane *lane = &core->lanes[part->local_rail];
         if (!part->direct && !part->local && !(part->on_gpu || !lane->memory ? (int)(lane->copier != NULL) : rc_lane_is_leased(lane)))
