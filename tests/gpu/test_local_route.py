@@ -7,6 +7,7 @@ import pytest
 from helpers import gpus, patterns
 from helpers.gpus import Card, Control, Link, Place
 from helpers.nodes import Node, Nodes
+from helpers.waiting import until
 
 from railrelay.client import PageLayout, RelayError, Result, TransferError
 
@@ -87,6 +88,7 @@ def test_what_is_cancelled_in_the_middle_has_landed_or_never_will(
         link.source.write(patterns.content(NBYTES, 2))
         with control.held():
             transfer = sender.write(link.remote, [link.source.address], [link.remote.address], NBYTES)
+            until(lambda: sender.counters()["bytes_local"] == 2 * NBYTES, "all copies are enqueued")
             transfer.cancel(wait=False)
             with pytest.raises(RelayError):
                 transfer.wait_settled(0.3)
@@ -115,8 +117,5 @@ def test_a_region_goes_only_once_nothing_is_copied_there(
             with pytest.raises(RelayError, match="written"):
                 link.destination.region.unregister(0.1)
         link.destination.region.unregister(10)
-        try:
-            transfer.wait(10)  # everything had been enqueued
-        except TransferError as failure:
-            assert failure.result is Result.REGION_GONE
-        assert transfer.settled
+        transfer.wait_settled(10)
+        assert transfer.result in (Result.OK, Result.REGION_GONE)  # everything may have been enqueued by then
