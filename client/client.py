@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from railrelay.client import core, cuda, protocol
 from railrelay.client.connection import LOCAL_TIMEOUT_S, Connection, Event, close_all
-from railrelay.client.errors import ArgumentError, ConnectError, DaemonGone, ErrorCode, RelayError, Result
+from railrelay.client.errors import RESULT_TEXT, ArgumentError, ConnectError, DaemonGone, ErrorCode, RelayError, Result
 from railrelay.client.gpu_memory import GpuMemory, GpuOptions, checked_gpu
 from railrelay.client.layout import PageLayout
 from railrelay.client.paths import default_socket
@@ -422,6 +422,7 @@ class Client:
         self.remotes = RemoteTable(self.core, self.connection, self)
         self.connection.on_event = self._event
         self.connection.on_gone = self._gone
+        self.connection.why_gone = self._gpu_failure
         return facts
 
     def _connected(self, session: str, facts: protocol.PeerConnected) -> Peer:
@@ -461,6 +462,10 @@ class Client:
                     peer.lost(event.text)
             case protocol.Draining():
                 self.draining = event.text
+
+    def _gpu_failure(self) -> RelayError | None:
+        name = self.core.gpu_error
+        return DaemonGone(ErrorCode.GPU_ERROR, f"{name}: {RESULT_TEXT[Result.GPU_ERROR]}") if name else None
 
     def _gone(self) -> None:
         self.core.fail_all(Result.DAEMON_GONE)

@@ -306,6 +306,8 @@ void rc_fail_all(struct rc_core *core, uint32_t result);
 /* Takes over what the daemon has written about the submission. Holding queue. */
 void rc_harvest(struct rc_submission *submission);
 void rc_reap(struct rc_core *core);
+/* Whoever keeps the submission keeps no event: once it has served, and at the end. Feeder, or who frees. */
+void rc_let_ready_go(struct rc_submission *submission);
 void rc_free_submission(struct rc_submission *submission);
 void rc_end_locally(struct rc_submission *submission, uint32_t result, int settled);
 
@@ -347,6 +349,9 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
 /* The source of a submission on a GPU is not read any more. */
 int rc_gpu_has_copied(const struct rc_submission *submission);
 void rc_gpu_failed(struct rc_core *core, rg_result result);
+/* Feeder. A context that is lost executes nothing any more, so no doorbell rings, and only asking shows why. */
+int rc_gpu_is_filling(const struct rc_core *core);
+void rc_ask_gpu(struct rc_core *core);
 void rc_end_after_gpu_failure(struct rc_core *core);
 struct rc_gpu_event *rc_gpu_event_new(struct rc_core *core, void *event); /* takes over the CUDA event */
 void rc_gpu_event_release(void *event);

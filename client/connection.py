@@ -45,6 +45,7 @@ class Connection:
         """ConnectError."""
         self.on_event: Callable[[Event], None] = lambda _: None
         self.on_gone: Callable[[], None] = lambda: None
+        self.why_gone: Callable[[], RelayError | None] = lambda: None  # if it was this process that ended the session
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._last_id = 0
@@ -164,7 +165,9 @@ class Connection:
         except OSError as failure:
             self.check()
             reason = "does not read its socket" if isinstance(failure, TimeoutError) else failure.strerror
-            raise DaemonGone(ErrorCode.DAEMON_GONE, f"daemon pid {self.daemon_pid}: {reason}") from None
+            raise self.why_gone() or DaemonGone(
+                ErrorCode.DAEMON_GONE, f"daemon pid {self.daemon_pid}: {reason}"
+            ) from None
 
     def _receive_loop(self) -> None:
         poller = select.poll()
@@ -230,7 +233,7 @@ class Connection:
         if self._last_words:
             text += f": {self._last_words}"
         with self._lock:
-            self._gone = self._gone or DaemonGone(ErrorCode.DAEMON_GONE, text)
+            self._gone = self._gone or self.why_gone() or DaemonGone(ErrorCode.DAEMON_GONE, text)
         self.on_gone()
         self._end_questions()
 

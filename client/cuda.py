@@ -532,12 +532,11 @@ def gpu_memory_of(tensor: Any) -> tuple[int, int] | None:  # noqa: ANN401
     interface = getattr(tensor, "__cuda_array_interface__", None)
     if interface is not None:
         nbytes = int(interface["typestr"][2:])
-        dense = []
-        for length in reversed(interface["shape"]):
-            dense.append(nbytes)
+        contiguous, strides = True, interface.get("strides")
+        for axis, length in reversed(list(enumerate(interface["shape"]))):
+            contiguous = contiguous and (not strides or strides[axis] == nbytes or length == 1)
             nbytes *= length
-        strides = interface.get("strides")
-        return _checked(interface["data"][0], nbytes, strides is None or list(strides) == dense[::-1])
+        return _checked(interface["data"][0], nbytes, contiguous)
     if hasattr(tensor, "__dlpack_device__") and tensor.__dlpack_device__()[0] in _DL_CUDA:
         return _from_dlpack(tensor.__dlpack__())
     return None

@@ -165,8 +165,8 @@ class WaitTimeout(RelayError, TimeoutError):
 
 
 class DaemonGone(RelayError):
-    """The local daemon exited or ended the session. This Client is of no use any more: connect a new one and register
-    again."""
+    """The local daemon exited or ended the session, or this client did after a CUDA call failed (GPU_ERROR). This
+    Client is of no use any more: connect a new one and register again."""
 
 
 class TransferError(RelayError):

@@ -11,6 +11,7 @@
 
 #define RAMP_START_BYTES (1ull << 20)
 #define HEARTBEAT_NS 1000000000ull
+#define ASK_GPU_NS 100000000ull
 
 void rc_wake_feeder(struct rc_core *core) { rr_count_wake(&core->control->feeder_wake, &core->control->feeder_sleeping); }
 
@@ -285,7 +286,7 @@ struct feeder {
     struct rc_core *core;
     struct rc_part *first, *last; /* private; parts arrive through core->first */
     struct rc_submission *exclusive; /* serial and scheduled routes: the one that is being sent */
-    uint64_t next_look_ns;
+    uint64_t next_look_ns, asked_gpu_ns;
 };
 
 static void take_inbox(struct feeder *f)
@@ -322,6 +323,7 @@ static void drop_part(struct feeder *f, struct rc_part *part)
     if (!waiting) {
         s->fed = 1;
         s->in_feeder = 0;
+        rc_let_ready_go(s);
         if (!s->any_direct && !s->any_gpu && !s->ended_early) {
             rr_store_release_u32(&s->source_done, 1);
             rr_futex_wake(&core->transfers[s->index].done, INT_MAX);
@@ -378,7 +380,11 @@ static enum course course_of(struct feeder *f, struct rc_part *part)
 /* Who waits for a CUDA event is asked again after a sixteenth of what it has waited, 10 to 500 us. */
 static int is_ready(struct feeder *f, struct rc_submission *s)
 {
-    if (!s->ready.query || s->ready.query(s->ready.argument)) return 1;
+    if (!s->ready.query) return 1;
+    if (s->ready.query(s->ready.argument)) {
+        rc_let_ready_go(s);
+        return 1;
+    }
     if (s->ready.polled) {
         uint64_t now = rr_now_ns();
         if (!s->ready_since_ns) s->ready_since_ns = now;
@@ -386,6 +392,16 @@ static int is_ready(struct feeder *f, struct rc_submission *s)
         look_again_at(f, now + (pause < 10000 ? 10000 : pause > 500000 ? 500000 : pause));
     }
     return 0;
+}
+
+static void watch_gpu(struct feeder *f, uint64_t now)
+{
+    if (!rc_gpu_is_filling(f->core)) return;
+    if (now - f->asked_gpu_ns >= ASK_GPU_NS) {
+        rc_ask_gpu(f->core);
+        f->asked_gpu_ns = now;
+    }
+    look_again_at(f, f->asked_gpu_ns + ASK_GPU_NS);
 }
 
 static int is_exclusive(const struct rc_core *core) { return core->route == RC_ROUTE_SERIAL || core->route == RC_ROUTE_SCHEDULED; }
@@ -503,6 +519,7 @@ void *rc_feeder_main(void *argument)
             core->counters.feeder_sleeps++;
             if (!f.first && !f.exclusive) rr_store_relaxed_u32(&core->control->feeder_sleeping, RR_SLEEPING_IDLE);
             now = rr_now_ns();
+            watch_gpu(&f, now);
             if (f.next_look_ns > now) rr_futex_wait(&core->control->feeder_wake, seen, f.next_look_ns - now);
             core->counters.feeder_wakes++;
         }

@@ -270,6 +270,27 @@ void rc_gpu_failed(struct rc_core *core, rg_result result)
     rc_wake_feeder(core);
 }
 
+int rc_gpu_is_filling(const struct rc_core *core)
+{
+    for (uint32_t i = 0; i < core->rail_count; i++) {
+        const struct rc_lane *lane = &core->lanes[i];
+        if (!rr_load_acquire_pointer((void *const *)&lane->copier)) continue;
+        if (rr_load_relaxed_u64(&lane->producer.lane->doorbell) != lane->producer.doorbell) return 1;
+    }
+    return 0;
+}
+
+void rc_ask_gpu(struct rc_core *core)
+{
+    for (uint32_t i = 0; i < core->rail_count; i++) {
+        const struct rg_copier *copier = rr_load_acquire_pointer((void *const *)&core->lanes[i].copier);
+        if (!copier) continue;
+        rg_result result = rg_enter(copier);
+        if (!result) result = copier->api->cuStreamQuery(copier->stream);
+        if (result && result != CUDA_NOT_READY) rc_gpu_failed(core, result);
+    }
+}
+
 void rc_end_after_gpu_failure(struct rc_core *core)
 {
     rc_fail_all(core, RR_GPU_ERROR);
@@ -281,7 +302,9 @@ void rc_end_after_gpu_failure(struct rc_core *core)
 static int event_query(void *argument)
 {
     struct rc_gpu_event *event = argument;
-    rg_result result = event->core->gpu.cuEventQuery(event->event);
+    const struct rg_api *api = &event->core->gpu;
+    rg_result result = api->cuCtxSetCurrent(event->core->gpu_context);
+    if (!result) result = api->cuEventQuery(event->event);
     if (result && result != CUDA_NOT_READY) rc_gpu_failed(event->core, result);
     return result == 0;
 }

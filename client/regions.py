@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from railrelay.client import protocol
-from railrelay.client.errors import ArgumentError, Busy, ErrorCode, RegionError, RelayError
+from railrelay.client.errors import ArgumentError, Busy, DaemonGone, ErrorCode, RegionError, RelayError
 from railrelay.client.transfer import core_errors
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ class Region:
         try:
             connection.ask(protocol.Unregister(connection.new_id(), self.index), protocol.Done)
         except RelayError as failure:
-            if failure.code not in (ErrorCode.DAEMON_GONE, ErrorCode.CLOSED):  # else nobody is left who could use it
+            if (
+                not isinstance(failure, DaemonGone) and failure.code != ErrorCode.CLOSED
+            ):  # else nobody is left who could use it
                 raise
         self._registered = False
         self._keep = None

@@ -17,6 +17,9 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
         pthread_mutex_lock(&core->queue);
         if (core->dead) {
             pthread_mutex_unlock(&core->queue);
+            if (core->gpu_failure)
+                return rc_fail(error, "gpu_error", "%s: a CUDA call of this client failed; find out why, then connect a new Client",
+                               rg_error_name(&core->gpu, (rg_result)core->gpu_failure));
             return rc_fail(error, "daemon_gone", "the relay daemon is gone; connect again once it runs");
         }
         if (!core->free_count) rc_reap(core);

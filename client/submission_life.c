@@ -27,9 +27,16 @@ struct rc_ready rc_event_ready(struct rc_event *event)
     return (struct rc_ready){event_query, rc_event_release, event, 0};
 }
 
+void rc_let_ready_go(struct rc_submission *s)
+{
+    struct rc_ready ready = s->ready;
+    s->ready = (struct rc_ready){NULL, NULL, NULL, 0};
+    if (ready.release) ready.release(ready.argument);
+}
+
 void rc_free_submission(struct rc_submission *s)
 {
-    if (s->ready.release) s->ready.release(s->ready.argument);
+    rc_let_ready_go(s);
     free(s->blocks);
     free(s->pages.rows);
     free(s->pages.source_pages);
@@ -126,7 +133,7 @@ void rc_publish(struct rc_submission *s)
     s->deadline_ns = s->timeout_ns ? rr_now_ns() + s->timeout_ns : 0;
     if (core->dead || s->cancelled) {
         s->fed = 1;
-        rc_end_locally(s, core->dead ? core->dead : s->cancel_result, 1);
+        rc_end_locally(s, core->dead && core->gpu_failure ? RR_GPU_ERROR : core->dead ? core->dead : s->cancel_result, 1);
         pthread_mutex_unlock(&core->queue);
         return;
     }

@@ -102,6 +102,7 @@ def tensors(address: int) -> list[object]:
         (address, NBYTES),
         ArrayInterface(address, (NBYTES // 1024, 256)),
         ArrayInterface(address, (NBYTES // 1024, 256), strides=(1024, 4)),
+        ArrayInterface(address, (1, NBYTES // 4), strides=(77, 4)),
         ArrayInterface(address, (NBYTES,), "|u1"),
         Exchanged(address, (NBYTES // 1024, 256)),
         Exchanged(address, (NBYTES // 1024, 256), (256, 1)),

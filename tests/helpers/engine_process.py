@@ -172,8 +172,7 @@ class EngineProcess:
         os._exit(code)
 
 
-def main() -> None:
-    engine = EngineProcess()
+def serve(engine: EngineProcess) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         answer: dict[str, Any]
@@ -187,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(EngineProcess())

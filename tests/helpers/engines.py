@@ -9,7 +9,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -99,10 +99,18 @@ class Engines:
         engine.ask("connect", socket=node.socket, rank=rank, route=route)
         return engine
 
-    def bare(self) -> Engine:
+    def start_gpu(
+        self, node: Node, rank: int = 0, gpu: int = 0, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> Engine:
+        """One with a GPU: helpers.gpu_engine."""
+        engine = self.bare("helpers.gpu_engine", environment)
+        engine.ask("connect", socket=node.socket, rank=rank, gpu=gpu, **options)
+        return engine
+
+    def bare(self, module: str = "helpers.engine_process", environment: Mapping[str, str] | None = None) -> Engine:
         """One that is not attached."""
         log = self.directory / f"engine-{len(self.started)}.log"
-        engine = Engine(processes.start(["-m", "helpers.engine_process"], log=log, pipes=True), log)
+        engine = Engine(processes.start(["-m", module], log=log, pipes=True, environment=environment), log)
         self.started.append(engine)
         return engine
 

@@ -206,6 +206,12 @@ class Memory:
         return self.owner.region if isinstance(self.owner, Buffer) else self.owner
 
 
+def stamped(nbytes: int, who: int) -> Bytes:
+    """Lines of 64 bytes, each word of which says whose line it is and which."""
+    lines = np.arange(nbytes // 64, dtype=np.uint64) + np.uint64((who + 1) << 40)
+    return np.repeat(lines, 8).view(np.uint8)
+
+
 def make(client: Client, nbytes: int, place: Place, gpu: Card | None = None, rail: int | None = None) -> Memory:
     if place in ("shared", "private"):
         host = memory.make(client, nbytes, "shared" if place == "shared" else "private", rail)
