@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from helpers import gpus, leaks
 from helpers.gpus import Card, Control, Driver
 from helpers.nodes import Nodes
+
 from railrelay.client import ArgumentError, Client, ConnectError, ErrorCode, RelayError, cuda
 
 pytestmark = [pytest.mark.gpu, pytest.mark.system]
@@ -236,7 +236,7 @@ def test_registering_over_and_over_keeps_nothing(client: Client, gpu: Card) -> N
     assert not leaks.left_behind(before)
 
 
-def test_descriptors_for_other_processes(client: Client, gpu: Card) -> None:
+def test_descriptors_for_other_processes(gpu: Card) -> None:
     """What the daemon and the emulated NIC get."""
     plain, mapped = gpu.alloc(NBYTES), gpu.allocated(4 << 20, "vmm")
     found = cuda.handles_of(gpu, plain + 4096, 4096)

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from helpers import gpus, patterns
 from helpers.gpus import Card, Control, Driver, Link, Place
 from helpers.nodes import Node, Nodes
 from helpers.patterns import Bytes, Offsets
 from helpers.waiting import until
+
 from railrelay.client import ArgumentError, Busy, Client, HostEvent, RelayError, Result, Transfer, WaitTimeout
 from railrelay.client.gpu_memory import Copy, GpuOptions
 from railrelay.client.layout import PageLayout
@@ -232,7 +232,7 @@ def test_host_and_gpu_sources_interleave_in_one_lane(connect: Connect, driver: D
             shift = np.uint64(number * (NBYTES // 6) if size < 24 * KIB else 0)
             length = min(size, BLOCK_BYTES // 6)
             moved.append((place, number, length, shift, write(link, sources + shift, destinations + shift, length)))
-    for place, number, length, shift, transfer in moved:
+    for *_, transfer in moved:
         transfer.wait(30)
     for place, link in links.items():
         found = link.destination.read()
@@ -356,7 +356,7 @@ def test_host_event_and_default_stream(connect: Connect) -> None:
     assert patterns.arrived(content, link.destination.read(), BLOCKS, BLOCK_BYTES, 2)
 
 
-def test_what_ready_must_be(connect: Connect, nodes: Nodes) -> None:
+def test_what_ready_must_be(connect: Connect) -> None:
     pair = connect()
     link = pair.link(NBYTES)
     sources, destinations = patterns.order(BLOCKS, BLOCK_BYTES, 2)

@@ -1883,6 +1883,11 @@ EXPORTED void cuda_driver_recover(void)
         world.contexts[device].retained = 0;
         end_context(&world.contexts[device]);
     }
+    while (world.modules && world.lost) {
+        struct module *module = world.modules;
+        world.modules = module->next;
+        free(module);
+    }
     world.contexts_ended_in_use = counted;
     world.lost = SUCCESS;
     changed();

@@ -100,7 +100,12 @@ class Engines:
         return engine
 
     def start_gpu(
-        self, node: Node, rank: int = 0, gpu: int = 0, environment: Mapping[str, str] | None = None, **options: Any
+        self,
+        node: Node,
+        rank: int = 0,
+        gpu: int = 0,
+        environment: Mapping[str, str] | None = None,
+        **options: str,
     ) -> Engine:
         """One with a GPU: helpers.gpu_engine."""
         engine = self.bare("helpers.gpu_engine", environment)

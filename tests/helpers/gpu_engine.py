@@ -127,7 +127,7 @@ class GpuEngine(EngineProcess):
         """Memory, region and remote region."""
         for table in (self._memory, self._regions, self._remotes):
             if old in table:
-                table[new] = table[old]  # type: ignore[index,assignment]
+                table[new] = table[old]  # type: ignore[assignment]
 
     def close(self) -> None:
         with suppress(RelayError):
