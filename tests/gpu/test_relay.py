@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import gpus, patterns
 from helpers.gpus import Card, Control, Driver, Link, Place
-from helpers.nodes import Node, Nodes
+from helpers.nodes import SMALL, Node, Nodes, merged
 from helpers.patterns import Bytes, Offsets
 from helpers.waiting import until
 
@@ -99,7 +99,7 @@ def connect(nodes: Nodes, gpu: Card, other_gpu: Card) -> Iterator[Connect]:
             rank: int = 0,
             **sections: Mapping[str, object],
         ) -> Pair:
-            both = nodes.pair((rails, rails), **sections)
+            both = nodes.pair((rails, rails), base=merged(SMALL, sections))
             options = GpuOptions(copy=copy)
             sender = both[0].connect(rank, gpu=gpu.ordinal, gpu_options=options, route=route)
             receiver = both[1].connect(gpu=other_gpu.ordinal, gpu_options=options)
@@ -152,7 +152,7 @@ def test_pages(connect: Connect, piece_bytes: int, copy: Copy, source: Place) ->
     offsets = np.arange(row_count) * row_bytes
 
     def layout(address: int) -> PageLayout:
-        rows = [int(address + offset) for offset in offsets]
+        rows = offsets.astype(np.uint64) + np.uint64(address)
         return PageLayout(rows=rows, page_stride=piece_bytes, piece_bytes=piece_bytes)
 
     rng = np.random.default_rng(4)

@@ -104,18 +104,26 @@ class Engines:
         node: Node,
         rank: int = 0,
         gpu: int = 0,
+        copy: str = "auto",
         environment: Mapping[str, str] | None = None,
-        **options: str,
+        limit_s: int = processes.LIMIT_S,
     ) -> Engine:
         """One with a GPU: helpers.gpu_engine."""
-        engine = self.bare("helpers.gpu_engine", environment)
-        engine.ask("connect", socket=node.socket, rank=rank, gpu=gpu, **options)
+        engine = self.bare("helpers.gpu_engine", environment, limit_s)
+        engine.ask("connect", socket=node.socket, rank=rank, gpu=gpu, copy=copy)
         return engine
 
-    def bare(self, module: str = "helpers.engine_process", environment: Mapping[str, str] | None = None) -> Engine:
+    def bare(
+        self,
+        module: str = "helpers.engine_process",
+        environment: Mapping[str, str] | None = None,
+        limit_s: int = processes.LIMIT_S,
+    ) -> Engine:
         """One that is not attached."""
         log = self.directory / f"engine-{len(self.started)}.log"
-        engine = Engine(processes.start(["-m", module], log=log, pipes=True, environment=environment), log)
+        engine = Engine(
+            processes.start(["-m", module], log=log, pipes=True, environment=environment, limit_s=limit_s), log
+        )
         self.started.append(engine)
         return engine
 

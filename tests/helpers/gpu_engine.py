@@ -62,6 +62,10 @@ class GpuEngine(EngineProcess):
     def counters(self) -> dict[str, int]:
         return self.client.counters()
 
+    def uuid(self) -> str:
+        assert self._card is not None
+        return self._card.uuid
+
     def card_works(self) -> bool:
         """The context is healthy: memory of the engine's own can be made, written and read."""
         assert self._card is not None
