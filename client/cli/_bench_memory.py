@@ -69,6 +69,10 @@ class GpuPool:
         self.nbytes = -(-nbytes // unit) * unit
         self._memory = self.gpu.create(self.nbytes)
 
+    def export(self) -> int:
+        """A descriptor of the memory, the caller's."""
+        return self.gpu.export(self._memory)
+
     def add(self, client: Client) -> Region:
         return client.register((self._memory.address, self.nbytes))
 

@@ -57,6 +57,7 @@ SECTIONS: Final = {
     "kill-engine": Section("kill -9 of the sending engine, again and again", 200, "kill", "engine", host=True),
     "kill-daemon": Section("kill -9 of the daemon, again and again", 200, "kill", "daemon", host=True),
     "memory": Section("GPU memory of the daemon beyond the buffers", 60, "gpu_memory"),
+    "local": Section("between engines of one daemon, against memcpy and bare copies", 120, "local", host=True),
     "stress": Section("two engines, both directions at once, every byte checked", 230, "stress", host=True),
     "loaded": Section("the same beside matmuls on all GPUs", 240, "overlap", "loaded"),
 }

@@ -86,6 +86,8 @@ def link(
     options: Options,
     nbytes: int,
     route: Route = Route.RELAY,
+    *,
+    local: bool = False,
     **gpu: Any,  # noqa: ANN401
 ) -> Iterator[Link]:
     uuids = gpus_of(options) or ("", "")
@@ -95,7 +97,7 @@ def link(
             made = pool(nbytes, uuid)
             stack.callback(made.close)
             pools.append(made)
-        sender = stack.enter_context(connect(node, SENDER, options, "sender", route, **gpu))
+        sender = stack.enter_context(connect(node, SENDER, options, "sender", route, local=local, **gpu))
         receiver = stack.enter_context(connect(node, RECEIVER, options, "receiver"))
         source, destination = pools[0].add(sender), pools[1].add(receiver)
         yield Link(sender, receiver, pools[0], pools[1], source, destination, sender.open(destination.offer()))
