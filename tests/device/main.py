@@ -75,6 +75,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes; shows that everything works")
     parser.add_argument("--limit", type=float, default=_TOTAL_S, metavar="S", help="for all (default: %(default)s)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="writes the tables there too, as Markdown")
+    parser.add_argument(
+        "--from",
+        nargs="+",
+        type=Path,
+        metavar="ROWS",
+        dest="earlier",
+        help="only print these rows.json of earlier runs",
+    )
     parser.add_argument("--one", nargs=2, metavar=("NAME", "ROWS"), help=argparse.SUPPRESS)
     parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
@@ -84,6 +92,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if args.one:
         return _one(args)
+    if args.earlier:
+        return _shown(_joined([json.loads(path.read_text()) for path in args.earlier]), args.results)
     try:
         with _nothing_left_running():
             return _all(args, time.monotonic() + args.limit)
@@ -143,15 +153,36 @@ def _all(args: argparse.Namespace, deadline: float) -> int:
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = {"date": date, "gpus": gpus, **machine, "rows": [vars(row) for row in rows]}
     (OUT / "rows.json").write_text(json.dumps(facts, indent=1) + "\n")
-    text = markdown(rows, facts)
-    (OUT / "RESULTS.md").write_text(text)
-    if args.results:
-        args.results.write_text(text)
+    (OUT / "RESULTS.md").write_text(markdown(rows, facts))
+    print(f"logs are in {OUT}")
+    return _shown(facts, args.results)
+
+
+def _shown(facts: dict[str, Any], results: Path | None) -> int:
+    """Prints the tables; the exit status."""
+    rows = [Row(**row) for row in facts["rows"]]
+    if results:
+        results.write_text(markdown(rows, facts))
     print(tables(rows))
     missed = [row for row in rows if row.good is False]
     judged = sum(row.good is not None for row in rows)
-    print(f"\n{judged - len(missed)} of {judged} figures are within their limits; logs are in {OUT}")
+    print(f"\n{judged - len(missed)} of {judged} figures are within their limits")
     return 1 if missed else 0
+
+
+def _joined(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of runs on one kind of machine; a section that was run again counts as it was last."""
+    by_section: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_section |= {name: [row for row in run["rows"] if row["section"] == name] for name in _sections(run)}
+    rows = [row for name in SECTIONS for row in by_section.get(name, [])]
+    dates = dict.fromkeys(run["date"] for run in runs)
+    machines = dict.fromkeys(run["text"] for run in runs)
+    return {**runs[-1], "date": ", ".join(dates), "text": "; ".join(machines), "rows": rows}
+
+
+def _sections(run: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["section"] for row in run["rows"]))
 
 
 def _run(
