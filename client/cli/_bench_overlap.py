@@ -368,6 +368,8 @@ class Setup:
         """Both GPUs multiply matrices meanwhile. A matmul's time while transfers run is held against that just before
         and after."""
         engines = {"sender": self.sender, "receiver": self.receiver}
+        if len(set(self.options.gpus)) == 1:  # two processes would take turns on it
+            del engines["receiver"]
         for engine in engines.values():
             engine.begin("start_load")
         for engine in engines.values():

@@ -26,16 +26,17 @@ def fill(pool: Pool, first: int, count: int) -> None:
 
 
 def wrong_lines(pool: Pool, number: int, first: int, sources: Cells, *, wiped_is_right: bool = False) -> int:
-    """Lines, from cell ``first`` on, that are not those of the cells ``sources``; ``wiped_is_right``: or untouched."""
+    """Lines, from cell ``first`` on, that are not those of the cells ``sources``; with ``wiped_is_right``, that have a
+    byte that is neither right nor untouched."""
     wrong = 0
     for at, step in _chunks(0, len(sources)):
         raw = pool.get(number, (first + at) * CELL_BYTES, step * CELL_BYTES)
         found = raw.reshape(-1, LINE_BYTES)
         expected = _content_of(sources[at : at + step]).reshape(-1, LINE_BYTES)
-        differs = (found != expected).any(axis=1)
-        if wiped_is_right and differs.any():
-            differs &= (found != WIPED).any(axis=1)
-        wrong += int(differs.sum())
+        differs = found != expected
+        if wiped_is_right:
+            differs &= found != WIPED
+        wrong += int(differs.any(axis=1).sum())
     return wrong
 
 

@@ -193,7 +193,7 @@ def run(report: Report, options: Options) -> None:
         offers = [engine.ask("offer") for engine in engines]
         for engine, offer in zip(engines, reversed(offers), strict=True):
             engine.ask("start", offer)
-        pids = [engine.pid for engine in engines] + [node.pid, *_children(node.pid)]
+        pids = [engine.pid for engine in engines] + [node.pid, *systems.children(node.pid)]
         time.sleep(settle)
         before, free = [usage(pid) for pid in pids], engines[0].ask("free_bytes")
         deadline = time.monotonic() + seconds - settle
@@ -227,9 +227,3 @@ def run(report: Report, options: Options) -> None:
         grown_gpu_bytes=gpu,
         grown_fds=fds,
     )
-
-
-def _children(pid: int) -> list[int]:
-    return [
-        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
-    ]

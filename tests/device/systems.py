@@ -11,6 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from device.report import Options
 from railrelay.client import Client, cuda
 from railrelay.client.cli import _node, _nodes
@@ -115,3 +117,8 @@ def copied_by(counters: dict[str, int], before: dict[str, int]) -> str:
     ways = {way: counters[f"gpu_{way}_bytes"] - before[f"gpu_{way}_bytes"] for way in ("strided", "batch", "kernel")}
     whole = sum(ways.values())
     return " + ".join(f"{way} {nbytes / whole:.0%}" for way, nbytes in ways.items() if nbytes) if whole else "the CPU"
+
+
+def children(pid: int) -> list[int]:
+    """Of a daemon: the helpers of its emulated NICs."""
+    return [child.pid for child in psutil.Process(pid).children()]
