@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import faulthandler
 import json
 import os
 import platform
@@ -34,6 +35,7 @@ OUT: Final = Path(os.environ.get("OUT") or "/tmp/railrelay-device")
 BUILT: Final = Path(tempfile.gettempdir()) / f"railrelay-device-build-{os.getuid()}"
 _TOTAL_S: Final = 570
 _KILL_S: Final = 5.0
+_STACKS_S: Final = 2.0
 _TAIL_LINES: Final = 25
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -108,6 +110,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _one(args: argparse.Namespace) -> int:
     name, path = args.one
     section = SECTIONS[name]
+    if args.limit > _STACKS_S:  # where it stands, if it is about to be stopped
+        faulthandler.dump_traceback_later(args.limit - _STACKS_S)
     options = Options(args.gpus, args.quick, args.stand_in)
     function = getattr(import_module(f"device.{section.module}"), section.function)
     given: dict[str, Any] = {
@@ -198,7 +202,8 @@ def _run(
     log.write(f"== {name}\n")
     log.flush()
     at, began = log.tell(), time.monotonic()
-    command = [sys.executable, str(HERE / "run"), *options, "--library", str(library), "--one", name, str(path)]
+    command = [sys.executable, str(HERE / "run"), *options, "--limit", str(limit), "--library", str(library)]
+    command += ["--one", name, str(path)]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=work)
     code: int | None = None
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -212,7 +217,7 @@ def _run(
         rows.append(Row(name, section.text, f"ended with {code}", "", good=False))
     log.flush()
     text = Path(log.name).read_text(errors="replace")[at:].splitlines()
-    if code:
+    if code != 0:
         print("\n".join(f"   {line}" for line in text[-_TAIL_LINES:]), flush=True)
     print(f"== {name}: {took:.0f} s", flush=True)
     return rows
