@@ -27,6 +27,7 @@ ADDRESS: Final = "127.0.0.1"
 
 _DAEMON: Final = (sys.executable, "-P", "-m", "railrelay.daemon.main")
 _READY_S: Final = 20.0
+_READY_GPU_S: Final = 90.0  # helpers make CUDA contexts, several at once
 _EXIT_S: Final = 15.0
 _LOG_LINES: Final = 12
 _SHM_DIRECTORY: Final = "/dev/shm"
@@ -161,8 +162,9 @@ class Node:
                 )
         finally:
             os.close(child_end)
+        limit_s = _READY_GPU_S if any(nic.gpu for nic in emulated) else _READY_S
         try:
-            facts = json.loads(self._ready_line(ready))
+            facts = json.loads(self._ready_line(ready, limit_s))
         except BaseException:
             self.close()
             raise
@@ -185,14 +187,14 @@ class Node:
                 self._process.kill()
                 self._process.wait()
 
-    def _ready_line(self, ready: int) -> bytes:
-        deadline = time.monotonic() + _READY_S
+    def _ready_line(self, ready: int, limit_s: float) -> bytes:
+        deadline = time.monotonic() + limit_s
         line = b""
         while not line.endswith(b"\n"):
             readable, _, _ = select.select([ready], [], [], max(0.0, deadline - time.monotonic()))
             part = os.read(ready, 4096) if readable else b""
             if not part:
-                why = "ended" if readable else f"was not ready after {_READY_S:g} s"
+                why = "ended" if readable else f"was not ready after {limit_s:g} s"
                 text = f"the daemon {self.instance} {why}; its log ends with\n{self.log_tail()}"
                 raise RelayError(ErrorCode.INTERNAL, text)
             line += part

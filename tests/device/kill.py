@@ -22,7 +22,7 @@ from device import cells, systems
 from device.cells import CELL_BYTES, Cells
 from device.report import MIB, Options, Report
 from device.systems import RECEIVER, SENDER
-from railrelay.client import Client, PageLayout, RelayError, RemoteRegion, Transfer, cuda
+from railrelay.client import Client, PageLayout, RelayError, RemoteRegion, Transfer, TransferError, cuda
 from railrelay.client.cli import _node, clients
 from railrelay.client.cli._bench_memory import Pool, pool
 from railrelay.client.cli._nodes import Emulated, Node
@@ -150,7 +150,8 @@ class Sender(Engine):
             while not self._stop.is_set():
                 send().wait(_STEP_S / 2)
         except RelayError as failure:
-            self._ends.append(type(failure).__name__)
+            result = failure.result.name if isinstance(failure, TransferError) else failure.code.name
+            self._ends.append(f"{type(failure).__name__} {result}")
 
     def _pages(self) -> Transfer:
         half = nbytes_of(self._options) // CELL_BYTES // 2
