@@ -722,7 +722,7 @@ static CUresult init(unsigned flags)
     CUresult fault = fault_of("cuInit");
     if (fault) return leave(fault);
     if (!world.pid) {
-        char uuid[48], names[256] = "", *rest = names, *name;
+        char uuid[64], names[256] = "", *rest = names, *name;
         const char *visible = getenv("CUDA_VISIBLE_DEVICES");
         world.version = (int)number("CUDA_DRIVER_VERSION", 13000);
         world.gpu_bytes = number("CUDA_DRIVER_GPU_BYTES", 1ull << 30);
