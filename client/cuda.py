@@ -417,8 +417,8 @@ def release(handle: int) -> None:
 @dataclass(frozen=True)
 class Handles:
     """How other processes reach GPU memory of this one. ``vmm``: a descriptor, or -1; ``ipc``: handle of cuMemAlloc
-    memory, or empty; both name the whole allocation, in which the memory begins at ``offset``; ``allocation_bytes`` of
-    it must be mapped. ``dmabuf``: a descriptor
+    memory, or empty; both name the whole allocation of ``allocation_bytes``, in which the memory begins at ``offset``
+    (a VMM allocation is mapped as a whole or not at all). ``dmabuf``: a descriptor
     of the pages from ``dmabuf_offset`` bytes before the memory, or -1. The descriptors are the caller's."""
 
     vmm: int
@@ -460,9 +460,11 @@ def handles_of(gpu: Gpu, address: int, nbytes: int) -> Handles:
             start = address // unit * unit
             while start - unit >= at.base and _allocation_at(start - unit) == first:
                 start -= unit
+            end = start + unit
+            while end < at.base + at.nbytes and _allocation_at(end) == first:
+                end += unit
             vmm = _exported(address) if last == first else -1
-            offset = address - start
-            return Handles(vmm, b"", offset, -(-(offset + nbytes) // unit) * unit, dmabuf, dmabuf_offset)
+            return Handles(vmm, b"", address - start, end - start, dmabuf, dmabuf_offset)
         ipc = b""
         with contextlib.suppress(CudaError):
             raw = _call("cuIpcGetMemHandle", at.base)

@@ -122,36 +122,75 @@ void rc_close_copiers(struct rc_core *core)
 
 /* ---- filling ---- */
 
+/* A slot that is being listed: its pieces for the copier, and its table. */
+struct listing {
+    struct rg_piece *pieces;
+    struct rr_block *table;
+    uint64_t base, limit, at, bytes;
+    uint32_t count, pieces_max, entries, entries_max;
+};
+
+/* Whole pieces, or the part of one that the slot has room for; how many bytes of it, 0 if the slot is full. */
+static inline uint64_t list_piece(struct listing *l, uint64_t source, uint64_t destination, uint64_t length, uint32_t remote)
+{
+    if (l->at >= l->limit || l->count == l->pieces_max) return 0;
+    uint64_t take = length < l->limit - l->at ? length : l->limit - l->at;
+    struct rr_block *last = l->entries ? &l->table[l->entries - 1] : NULL;
+    int joins = last && last->destination + last->length == destination && last->source + last->length == l->at && last->remote_region == remote;
+    if (!joins && l->entries == l->entries_max) return 0;
+    struct rg_piece *before = l->count ? &l->pieces[l->count - 1] : NULL;
+    if (before && before->source + before->bytes == source && before->destination + before->bytes == l->base + l->at)
+        before->bytes += (uint32_t)take;
+    else
+        l->pieces[l->count++] = (struct rg_piece){source, l->base + l->at, (uint32_t)take, 0};
+    if (joins)
+        last->length += (uint32_t)take;
+    else
+        l->table[l->entries++] = (struct rr_block){l->at, destination, (uint32_t)take, 0, remote, 0};
+    l->bytes += take;
+    l->at = (l->at + take + RR_PACK_BYTES - 1) & ~(uint64_t)(RR_PACK_BYTES - 1);
+    return take;
+}
+
+/* The rows of the page that the part has come to; 0 when the slot is full. Millions of short pieces go this way. */
+static int list_rows_of_page(struct listing *l, struct rc_part *part)
+{
+    const struct rc_pages *pages = &part->submission->pages;
+    const uint64_t length = pages->piece_bytes;
+    const uint64_t from = (uint64_t)pages->source_pages[part->page_at] * pages->source_stride;
+    const uint64_t to = (uint64_t)pages->destination_pages[part->page_at] * pages->destination_stride;
+    uint32_t r = part->row_at;
+    uint64_t take = length;
+    for (; r < part->row_count; r++) {
+        const struct rc_row *row = &pages->rows[part->row_indices[r]];
+        take = list_piece(l, row->source + from, row->destination + to, length, row->remote);
+        if (take < length) break;
+    }
+    part->bytes_left -= (uint64_t)(r - part->row_at) * length + (r < part->row_count ? take : 0);
+    part->block_offset = r < part->row_count ? take : 0;
+    part->row_at = r == part->row_count ? 0 : r;
+    part->page_at += r == part->row_count;
+    return r == part->row_count;
+}
+
 /* Writes the slot's table and lists its pieces for the copier; returns how many entries. */
 static uint32_t list_pieces(struct rc_part *part, struct rg_copier *copier, uint32_t slot, uint64_t base, struct rr_block *table, uint64_t limit,
                             uint64_t *filled, uint32_t *piece_count)
 {
-    struct rg_piece *pieces = rg_list(copier, slot);
-    uint64_t at = 0, bytes = 0;
-    uint32_t entries = 0, count = 0;
+    struct listing l = {rg_list(copier, slot), table, base, limit, 0, 0, 0, copier->list_pieces, 0, part->entries_max};
     struct rc_piece piece;
-    while (at < limit && count < copier->list_pieces && rc_peek_piece(part, &piece)) {
-        uint64_t take = piece.length < limit - at ? piece.length : limit - at;
-        struct rr_block *last = entries ? &table[entries - 1] : NULL;
-        int joins = last && last->remote_region == piece.remote && last->destination + last->length == piece.destination &&
-                    last->source + last->length == at;
-        if (!joins && entries == part->entries_max) break;
-        struct rg_piece *before = count ? &pieces[count - 1] : NULL;
-        if (before && before->source + before->bytes == piece.source && before->destination + before->bytes == base + at)
-            before->bytes += (uint32_t)take;
-        else
-            pieces[count++] = (struct rg_piece){piece.source, base + at, (uint32_t)take, 0};
-        if (joins)
-            last->length += (uint32_t)take;
-        else
-            table[entries++] = (struct rr_block){at, piece.destination, (uint32_t)take, 0, piece.remote, 0};
-        bytes += take;
-        at = (at + take + RR_PACK_BYTES - 1) & ~(uint64_t)(RR_PACK_BYTES - 1);
+    while (rc_peek_piece(part, &piece)) {
+        if (part->by_page && !part->block_offset) {
+            if (!list_rows_of_page(&l, part)) break;
+            continue;
+        }
+        uint64_t take = list_piece(&l, piece.source, piece.destination, piece.length, piece.remote);
+        if (!take) break;
         rc_take_piece(part, take, piece.length);
     }
-    *filled = bytes;
-    *piece_count = count;
-    return entries;
+    *filled = l.bytes;
+    *piece_count = l.count;
+    return l.entries;
 }
 
 /* Pieces between pageable host memory and GPU memory: the driver has staged, or placed, each when the call returns. */

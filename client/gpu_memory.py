@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 LIST_PIECES: Final = 8192  # of one slot; a slot closes earlier if it has more
 LOCAL_LISTS: Final = 16
+LOCAL_BLOCKS: Final = 2  # times the thread blocks: no NIC sets the pace of the local route
 PIECE_BYTES: Final = 24
 SCRATCH_BYTES: Final = 1 << 20
 GBIT_BYTES: Final = 0.125  # a nanosecond, at one Gbit/s
@@ -175,7 +176,7 @@ class GpuMemory:
             lists=self.gpu.host_alloc(lists * LIST_PIECES * PIECE_BYTES),
             list_count=lists,
             list_pieces=LIST_PIECES,
-            thread_blocks=self._options.thread_blocks,
+            thread_blocks=self._options.thread_blocks * (LOCAL_BLOCKS if rail < 0 else 1),
             forced=Copy(self._options.copy).number,
             base=base,
             doorbell=doorbell,

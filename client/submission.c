@@ -101,7 +101,7 @@ static int make_parts(struct rc_submission *s, const struct way *ways, uint32_t 
         if (part->window_bytes && ways[i].window_runs < part->entries_max) part->entries_max = ways[i].window_runs;
         part->direct = ways[i].direct;
         part->on_gpu = ways[i].on_gpu;
-        part->by_page = part->on_gpu && s->pages.piece_bytes < BY_PAGE_BYTES;
+        part->by_page = part->on_gpu && s->pages.row_count && s->pages.piece_bytes < BY_PAGE_BYTES;
         part->local = ways[i].local;
         s->any_direct |= part->direct;
         part->to_gpu = ways[i].to_gpu;

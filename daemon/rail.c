@@ -412,7 +412,9 @@ void *rr_rail_main(void *argument)
         }
         if (!filling) idle_since = 0;
         rr_sleep_arm(&rail->state->sleeping);
-        if (!rr_load_relaxed_u32(&rail->commands_waiting) && !rr_collect_pending(rail) && !rr_load_relaxed_u32(&rail->stop)) {
+        /* Without a nap's end also a head that moved since the last look keeps it awake: the doorbell will not wake it. */
+        if (!rr_load_relaxed_u32(&rail->commands_waiting) && !rr_collect_pending(rail) && !(nap_ns < 0 && rr_collect_filling(rail)) &&
+            !rr_load_relaxed_u32(&rail->stop)) {
             uint64_t before = rr_now_ns();
             rr_count(rail, RR_RAIL_SLEEPS, 1);
             rail->nic->ops->poll(rail->nic, nap_ns);

@@ -19,15 +19,15 @@ _LOADED_LIMIT: Final = 1.10
 _SLOWED_LIMIT: Final = 0.01
 
 PAGES: Final = {
-    "pages 72 KiB x 61 rows": Shape(72 * KIB, 240, 61),
-    "pages 16 KiB x 160 rows": Shape(16 * KIB, 416, 160),
-    "pages 4 KiB x 160 rows": Shape(4 * KIB, 1664, 160),
-    "pages 18 KiB x 61 rows": Shape(18 * KIB, 960, 61),
+    "pages 72 KiB x 61 rows": Shape(72 * KIB, 480, 61),
+    "pages 16 KiB x 160 rows": Shape(16 * KIB, 832, 160),
+    "pages 4 KiB x 160 rows": Shape(4 * KIB, 3328, 160),
+    "pages 18 KiB x 61 rows": Shape(18 * KIB, 1920, 61),
 }
 IRREGULAR: Final = {  # and the limit, as a multiple of the time at NIC rate
-    "blocks of 64 KiB": (Shape(64 * KIB, 16384), 1.05),
-    "blocks of 16 KiB": (Shape(16 * KIB, 65536), 1.15),
-    "blocks of 4 KiB": (Shape(4 * KIB, 262144), 1.15),
+    "blocks of 64 KiB": (Shape(64 * KIB, 32768), 1.05),
+    "blocks of 16 KiB": (Shape(16 * KIB, 131072), 1.15),
+    "blocks of 4 KiB": (Shape(4 * KIB, 524288), 1.15),
     "256 B pieces that join into 4 KiB": (Shape(256, 262144, 16, pitch=512, tokens=True), 1.25),
     "pages 1,152 B x 61 rows": (Shape(1152, 15360, 61), 1.25),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -23,6 +24,11 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
     names = ", ".join(cuda.uuid_of(ordinal) for ordinal in range(cuda.count()))
     print(f"GPUs: {names}; {'stand-in driver, ' + found.why if found.why else 'real driver'}")
     kept = [cuda.Gpu(ordinal) for ordinal in range(cuda.count())] if found.is_real else []
+    if found.is_real:
+        with contextlib.suppress(ImportError):  # so that what torch opens once belongs to no test
+            import torch
+
+            torch.zeros(1, device="cuda")
     yield found
     for gpu in kept:
         gpu.close()

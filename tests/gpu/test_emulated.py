@@ -133,6 +133,8 @@ def test_helpers_let_go_of_memory_with_its_registration_and_its_client(nodes: No
                 link.destination.region.unregister(10)
                 link.remote.close()
 
+    with node.connect(0, gpu=gpu.ordinal, local=False) as first:  # the daemon loads the driver with the first lane
+        rounds(first, first)
     daemon = processes.descriptors(node.pid)
     with (
         node.connect(0, gpu=gpu.ordinal, local=False) as sender,
@@ -242,7 +244,7 @@ def test_without_cuda_the_option_is_named_at_start(
 ) -> None:
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "__init__.py").write_text('raise ImportError("none here")\n')
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
     options = {"nic": "emulated", "memory": "device", "gpu": 0}
     text = config_text(new_instance(), nodes.directory / "x", 1, {"tcp": SMALL["tcp"], "rail": options})
     code, line = nodes.fails(text)

@@ -244,7 +244,8 @@ def test_descriptors_for_other_processes(gpu: Card) -> None:
     found.close()
     found = cuda.handles_of(gpu, mapped + 4096, 4096)
     assert (found.kind, found.offset) == ("vmm", 4096)
-    again = gpu.open_vmm(found.vmm, gpu.granularity())
+    assert found.allocation_bytes == 4 << 20
+    again = gpu.open_vmm(found.vmm, found.allocation_bytes)
     gpu.write(mapped + 4096, np.full(64, 7, np.uint8))
     assert bool((gpu.read(again.address + found.offset, 64) == 7).all())
     gpu.unmap(again)

@@ -51,7 +51,8 @@ print(json.dumps(said))
 
 def run(nodes: Nodes, environment: Mapping[str, str], *hidden: str) -> dict[str, object]:
     first, second = nodes.pair()
-    variables = {**os.environ, "PYTHONPATH": str(TESTS), **environment}
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": path, **environment}
     found = subprocess.run(
         [sys.executable, "-c", _PROGRAM, first.socket, second.socket, *hidden],
         capture_output=True,
