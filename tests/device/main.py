@@ -14,6 +14,7 @@ import faulthandler
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -332,6 +333,11 @@ def _library(work: Path, environment: dict[str, str]) -> Path:
     return Path(done.stdout.strip())
 
 
+def _driver_version(text: str) -> str:
+    found = re.search(r"\d+\.\d+(\.\d+)*", text)
+    return found[0] if found else "unknown"
+
+
 def _machine(environment: dict[str, str]) -> dict[str, Any]:
     """What the sections run on, asked of the driver in a process of its own."""
     code = (
@@ -352,7 +358,7 @@ def _machine(environment: dict[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(lines[-1]) if lines else {"missing": words[-1], "names": [], "cuda": 0}
     kernel_module = ""
     with contextlib.suppress(OSError, IndexError):
-        kernel_module = f", driver {Path('/proc/driver/nvidia/version').read_text().split('Module')[1].split()[0]}"
+        kernel_module = f", driver {_driver_version(Path('/proc/driver/nvidia/version').read_text())}"
     gpus = f"no GPU ({found['missing']})"
     if names := found["names"]:
         major, minor = divmod(found["cuda"], 1000)
