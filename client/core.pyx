@@ -93,6 +93,7 @@ cdef extern from "client_core.h" nogil:
                      uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
                      rc_error *error)
     void rc_stop(rc_core *)
+    void rc_close_copiers(rc_core *)
     void rc_close(rc_core *)
     void rc_free(rc_core *)
     int rc_add_lane(rc_core *, uint32_t rail, int fd, uint64_t bytes, uint64_t generation)
@@ -657,5 +658,6 @@ cdef class ClientCore:
 
     def close(self):
         self.stop()
+        rc_close_copiers(self.core)  # with the GIL: counters() may be looking at them
         with nogil:
             rc_close(self.core)
