@@ -444,8 +444,8 @@ cdef class ClientCore:
         check(rc_use_gpu(self.core, addresses, len(functions), <void *> context, hang_up_fd), "GPU")
 
     def set_copier(self, int rail, *, bint bounce, uintptr_t stream, uintptr_t kernel, uintptr_t lists, uint32_t list_count,
-                    uint32_t list_pieces, uint32_t thread_blocks, int32_t forced, uint64_t base, uint64_t doorbell, scratch,
-                    double nic_rate):
+                   uint32_t list_pieces, uint32_t thread_blocks, int32_t forced, uint64_t base, uint64_t doorbell, scratch,
+                   double nic_rate):
         cdef rc_copier_facts facts
         cdef int status
         self.here()
