@@ -96,6 +96,7 @@ class Client:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # never held while waiting: the control thread takes it
         self._leasing = threading.Lock()
+        self._attaching = threading.Lock()
         self._closing = threading.Lock()
         self.closed = False
         self._peers: dict[str, Peer] = {}
@@ -305,7 +306,7 @@ class Client:
                 self._gpu.prepare_lane(rail)
 
     def _use_gpu(self, gpu: int | str) -> GpuMemory:
-        with self._leasing:
+        with self._attaching:  # also on the control thread, which must not wait for who waits for it
             if self._gpu is None:
                 self._gpu = GpuMemory(self.core, gpu, self._gpu_options, self.connection.fd)
             return self._gpu

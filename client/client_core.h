@@ -344,6 +344,8 @@ int rc_copy_chunk_by_gpu(struct rc_core *core, struct rc_part *part);
 /* Whether the GPU has copied everything that was enqueued for the part so far. */
 int rc_part_is_copied(const struct rc_part *part);
 int rc_local_gpu_is_idle(const struct rc_core *core);
+/* After rc_stop, and when the GPU is idle: the pinned word goes. */
+void rc_forget_local_signal(struct rc_core *core);
 /* Feeder, holding the lane's lock: fills the reserved slot on the GPU and announces it. */
 void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, uint64_t limit);
 /* The source of a submission on a GPU is not read any more. */

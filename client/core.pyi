@@ -193,5 +193,7 @@ class ClientCore:
         fast_submissions, bytes_local"""
     def stop(self) -> None:
         """Ends every submission and stops the threads; the mappings stay. Idempotent."""
+    def forget_local_signal(self) -> None:
+        """After stop(), when the GPU is idle: the word that set_copier(-1, base=...) named goes."""
     def close(self) -> None:
         """The same, and unmaps. Idempotent."""

@@ -94,6 +94,7 @@ cdef extern from "client_core.h" nogil:
                      rc_error *error)
     void rc_stop(rc_core *)
     void rc_close_copiers(rc_core *)
+    void rc_forget_local_signal(rc_core *)
     void rc_close(rc_core *)
     void rc_free(rc_core *)
     int rc_add_lane(rc_core *, uint32_t rail, int fd, uint64_t bytes, uint64_t generation)
@@ -655,6 +656,10 @@ cdef class ClientCore:
         self.closed = True
         with nogil:
             rc_stop(self.core)
+
+    def forget_local_signal(self):
+        with nogil:
+            rc_forget_local_signal(self.core)
 
     def close(self):
         self.stop()

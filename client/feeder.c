@@ -112,7 +112,8 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
         pthread_mutex_lock(&lane->lock);
     else if (pthread_mutex_trylock(&lane->lock))
         return 0;
-    int leased = rc_lane_is_leased(lane) && (wait_for_lock || !lane->copier); /* a caller's thread has its own CUDA context */
+    /* A caller's thread has its own CUDA context. After a failed copy the next doorbell would announce what it left. */
+    int leased = lane->copier ? wait_for_lock && !rr_load_acquire_u32(&core->gpu_failure) : rc_lane_is_leased(lane);
     if (!leased || !lane_allows(lane, part, small)) {
         if (leased) stall(core, part, lane->producer.lane);
         pthread_mutex_unlock(&lane->lock);

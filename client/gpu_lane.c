@@ -237,9 +237,17 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
 
 #define LOCAL_CHUNK_BYTES (8ull << 20)
 
+/* Without the word nothing was enqueued yet, or nothing runs any more. */
 static uint64_t local_copied(const struct rc_core *core)
 {
-    return core->local_signal ? rr_load_acquire_u64(core->local_signal) : 0;
+    return core->local_signal ? rr_load_acquire_u64(core->local_signal) : UINT64_MAX;
+}
+
+void rc_forget_local_signal(struct rc_core *core)
+{
+    pthread_mutex_lock(&core->queue); /* who looks at a submission that has ended holds it */
+    core->local_signal = NULL;
+    pthread_mutex_unlock(&core->queue);
 }
 
 int rc_local_gpu_is_idle(const struct rc_core *core)
@@ -253,7 +261,6 @@ int rc_part_is_copied(const struct rc_part *part)
     const struct rc_core *core = part->submission->core;
     if (!copied_at || part->direct) return 1;
     if (part->local) return local_copied(core) >= copied_at;
-    if (!part->on_gpu) return 1;
     const struct rr_lane *shared = core->lanes[part->local_rail].producer.lane;
     return (int64_t)(rr_load_acquire_u64(&shared->doorbell) - copied_at) >= 0; /* SYNC doorbell */
 }
@@ -261,6 +268,7 @@ int rc_part_is_copied(const struct rc_part *part)
 int rc_copy_chunk_by_gpu(struct rc_core *core, struct rc_part *part)
 {
     struct rg_copier *copier = core->local_copier;
+    if (rr_load_acquire_u32(&core->gpu_failure)) return RC_LOCAL_WAITS; /* the next round ends everything */
     if (core->local_enqueued - local_copied(core) >= copier->list_count) return RC_LOCAL_WAITS;
     uint32_t list = (uint32_t)(core->local_enqueued % copier->list_count), count = 0, region = RR_NONE;
     struct rg_piece *pieces = rg_list(copier, list);
@@ -288,9 +296,12 @@ int rc_copy_chunk_by_gpu(struct rc_core *core, struct rc_part *part)
         result = rg_signal(copier, (uint64_t)(uintptr_t)core->local_signal, core->local_enqueued);
     }
     pthread_rwlock_unlock(&core->mappings_lock);
+    if (result) {
+        rc_gpu_failed(core, result);
+        return RC_LOCAL_WAITS; /* what was taken will never be copied */
+    }
     part->local_bytes += LOCAL_CHUNK_BYTES - left;
     rr_fetch_add_u64(&core->counters.bytes_local, LOCAL_CHUNK_BYTES - left);
-    if (result) rc_gpu_failed(core, result);
     return gone ? -1 : 0;
 }
 
@@ -316,18 +327,21 @@ int rc_gpu_is_filling(const struct rc_core *core)
         if (!rr_load_acquire_pointer((void *const *)&lane->copier)) continue;
         if (rr_load_relaxed_u64(&lane->producer.lane->doorbell) != lane->producer.doorbell) return 1;
     }
-    return 0;
+    return local_copied(core) < core->local_enqueued;
+}
+
+static void ask(struct rc_core *core, const struct rg_copier *copier)
+{
+    if (!copier) return;
+    rg_result result = rg_enter(copier);
+    if (!result) result = copier->api->cuStreamQuery(copier->stream);
+    if (result && result != CUDA_NOT_READY) rc_gpu_failed(core, result);
 }
 
 void rc_ask_gpu(struct rc_core *core)
 {
-    for (uint32_t i = 0; i < core->rail_count; i++) {
-        const struct rg_copier *copier = rr_load_acquire_pointer((void *const *)&core->lanes[i].copier);
-        if (!copier) continue;
-        rg_result result = rg_enter(copier);
-        if (!result) result = copier->api->cuStreamQuery(copier->stream);
-        if (result && result != CUDA_NOT_READY) rc_gpu_failed(core, result);
-    }
+    for (uint32_t i = 0; i < core->rail_count; i++) ask(core, rr_load_acquire_pointer((void *const *)&core->lanes[i].copier));
+    ask(core, rr_load_acquire_pointer((void *const *)&core->local_copier));
 }
 
 void rc_end_after_gpu_failure(struct rc_core *core)

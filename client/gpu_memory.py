@@ -76,6 +76,7 @@ class GpuMemory:
         """After the core was stopped: nothing is enqueued any more. Waits for what the GPU still copies."""
         with contextlib.suppress(RelayError):
             self.gpu.synchronize()
+        self._core.forget_local_signal()
         for mapping in (*self._lanes.values(), *self._remotes.values()):
             with contextlib.suppress(RelayError):
                 self.gpu.unmap(mapping)

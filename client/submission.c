@@ -105,9 +105,10 @@ static int make_parts(struct rc_submission *s, const struct way *ways, uint32_t 
         part->local = ways[i].local;
         s->any_direct |= part->direct;
         part->to_gpu = ways[i].to_gpu;
-        s->any_gpu |= (part->on_gpu || part->to_gpu) && !part->direct;
         error->rail = part->local_rail;
         const struct rc_lane *lane = &core->lanes[part->local_rail];
+        /* Also host memory, which may be pinned: the GPU then reads it later than the call that asks for it. */
+        s->any_gpu |= !part->direct && (part->on_gpu || part->to_gpu || (!part->local && !lane->memory));
         if (!part->direct && !part->local && !(part->on_gpu || !lane->memory ? (int)(lane->copier != NULL) : rc_lane_is_leased(lane)))
             return rc_fail(error, "no_lane", "lane of rail %u is not leased to this client", part->local_rail);
     }

@@ -150,6 +150,14 @@ struct rr_work {
     uint32_t state;
 };
 
+/* A slice of a transfer that was stopped, sent on a connection that was lost: its slot or ticket is given back, since
+ * nothing reads it any more and it will not be sent again; that it has settled only the fence can say. */
+struct rr_debt {
+    struct rr_source *source; /* NULL: none */
+    uint64_t bytes;
+    uint32_t transfer, generation;
+};
+
 /* The slices of one source (a client's lane or ring) for one path: served in turn with the path's other flows. */
 struct rr_flow {
     struct rr_flow *next;
@@ -403,6 +411,8 @@ void rr_path_queue(struct rr_rail *rail, struct rr_work *work, int front);
 /* The next slice of a path by deficit round robin over its flows; NULL if none waits. */
 struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path);
 void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result);
+struct rr_debt rr_work_owe(struct rr_rail *rail, struct rr_work *work);
+void rr_debt_paid(struct rr_rail *rail, struct rr_debt *debt, uint32_t result);
 void rr_violation(struct rr_rail *rail, struct rr_client *client, uint32_t result, uint64_t a, uint64_t b, uint64_t c);
 void *rr_rail_main(void *rail);
 

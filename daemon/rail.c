@@ -254,19 +254,13 @@ static void trace(struct rr_rail *rail, const struct rr_work *work, uint32_t res
     rr_trace_write(&rail->trace, &record);
 }
 
-void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
+/* Nothing reads the slot, or the source of a direct slice, any more. */
+static void give_back(struct rr_rail *rail, struct rr_work *work)
 {
     struct rr_source *source = work->source;
-    struct rr_client *client = source->client;
-    struct rr_port *port = &client->ports[rail->number];
+    struct rr_port *port = &source->client->ports[rail->number];
     work->state = RR_WORK_FREE;
     work->connection = NULL;
-    source->in_flight--;
-    rr_count(rail, result ? RR_RAIL_SLICES_FAILED : RR_RAIL_SLICES_DONE, 1);
-    uint32_t transfer = work->transfer, generation = work->generation;
-    uint64_t bytes = work->bytes;
-    trace(rail, work, result);
-    /* The slot goes back before the transfer can end, so that a caller who was told "done" finds its credit. */
     if (source->is_lane) {
         rr_lane_return(&port->lane, work->slot);
         rr_store_relaxed_u64(&port->state->completed, port->lane.completed);
@@ -275,9 +269,42 @@ void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
         source->free = work;
         rr_ring_end(port->ring.ring, &port->ring_completed, work->slot);
     }
-    if (rr_transfer_slice_done(client, transfer, generation, result, bytes, rail->number))
-        rr_violation(rail, client, RR_PROTOCOL, transfer, generation, bytes);
-    rr_wake_feeder(client);
+}
+
+static void slice_done(struct rr_rail *rail, struct rr_source *source, uint32_t transfer, uint32_t generation, uint32_t result, uint64_t bytes)
+{
+    source->in_flight--;
+    rr_count(rail, result ? RR_RAIL_SLICES_FAILED : RR_RAIL_SLICES_DONE, 1);
+    if (rr_transfer_slice_done(source->client, transfer, generation, result, bytes, rail->number))
+        rr_violation(rail, source->client, RR_PROTOCOL, transfer, generation, bytes);
+    rr_wake_feeder(source->client);
+}
+
+void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
+{
+    struct rr_source *source = work->source;
+    uint32_t transfer = work->transfer, generation = work->generation;
+    uint64_t bytes = work->bytes;
+    trace(rail, work, result);
+    /* The slot goes back before the transfer can end, so that a caller who was told "done" finds its credit. */
+    give_back(rail, work);
+    slice_done(rail, source, transfer, generation, result, bytes);
+}
+
+struct rr_debt rr_work_owe(struct rr_rail *rail, struct rr_work *work)
+{
+    struct rr_debt debt = {work->source, work->bytes, work->transfer, work->generation};
+    trace(rail, work, RR_UNSETTLED);
+    give_back(rail, work);
+    rr_wake_feeder(debt.source->client);
+    return debt;
+}
+
+void rr_debt_paid(struct rr_rail *rail, struct rr_debt *debt, uint32_t result)
+{
+    struct rr_source *source = debt->source;
+    debt->source = NULL;
+    slice_done(rail, source, debt->transfer, debt->generation, result, debt->bytes);
 }
 
 int rr_has_tombstone(const struct rr_client *client, uint64_t tag)

@@ -130,6 +130,7 @@ void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error)
     if (c->role == SENDER) {
         c->path->connection = NULL;
         c->path->broken = 1;
+        tcp(base)->some_lost = 1;
         rr_event_push(rail->plane, RR_EVENT_SENDER_LOST, rail->number, (int64_t)c->id, error, c->path->peer, c->path->remote_rail,
                       in_window(c));
     } else {
@@ -141,6 +142,7 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
 {
     struct tcp_nic *nic = tcp(base);
     struct epoll_event events[EVENTS_PER_POLL];
+    if (nic->some_lost) tcp_owe_lost(nic);
     int count = rr_epoll_wait(nic->epoll_fd, events, EVENTS_PER_POLL, timeout_ns);
     rr_rail_time_passes(base->rail);
     int work_count = 0;

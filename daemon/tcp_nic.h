@@ -66,6 +66,7 @@ struct rr_connection {
      * with a sequence but no work belongs to a client that has left. */
     struct rr_work *window[RR_WINDOW];
     uint64_t window_sequence[RR_WINDOW];
+    struct rr_debt owed[RR_WINDOW]; /* lost: by entry of the window */
     uint16_t window_free[RR_WINDOW];
     uint32_t window_free_count;
     struct rr_work *parked;  /* waiting for a grant */
@@ -112,6 +113,7 @@ struct tcp_nic {
     int epoll_fd;
     struct rr_connection *connections;
     uint8_t scratch[SCRATCH_BYTES];
+    int some_lost; /* a sender, since tcp_owe_lost */
 };
 
 static inline struct tcp_nic *tcp(struct rr_nic *nic) { return (struct tcp_nic *)nic; }
@@ -145,6 +147,7 @@ void tcp_forget_bounces(struct tcp_nic *nic, struct rr_connection *c);
 /* tcp_receiver.c */
 void tcp_queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t type, uint16_t code, uint64_t sequence, uint64_t grant,
                      uint64_t window);
+void tcp_owe_lost(struct tcp_nic *nic);
 void tcp_acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequence, uint16_t code, uint32_t window);
 void tcp_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int fd);
 void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c);

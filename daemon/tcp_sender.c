@@ -299,14 +299,6 @@ static void again(struct rr_rail *rail, struct rr_work *work, uint32_t otherwise
     }
 }
 
-static int newest_in_window(const struct rr_connection *c)
-{
-    int newest = -1;
-    for (int i = 0; i < (int)RR_WINDOW; i++)
-        if (c->window[i] && (newest < 0 || c->window_sequence[i] > c->window_sequence[newest])) newest = i;
-    return newest;
-}
-
 static int ack_of(const struct rr_ack *acks, uint32_t count, uint64_t sequence, uint32_t *code)
 {
     for (uint32_t i = 0; i < count; i++) {
@@ -315,6 +307,57 @@ static int ack_of(const struct rr_ack *acks, uint32_t count, uint64_t sequence, 
         return 1;
     }
     return 0;
+}
+
+static void end_stopped(struct rr_rail *rail, struct rr_work **link)
+{
+    while (*link) {
+        struct rr_work *work = *link;
+        uint32_t result = rr_transfer_stopped(work->source->client, work->transfer, work->generation);
+        if (!result) {
+            link = &work->next;
+            continue;
+        }
+        *link = work->next;
+        work->next = NULL;
+        rr_work_done(rail, work, result);
+    }
+}
+
+/* Work of transfers that were stopped on a lost connection: a peer that is gone for good must not hold slots that others
+ * need. What was sent is owed, what was not has ended. */
+static void owe_stopped(struct rr_rail *rail, struct rr_connection *c)
+{
+    end_stopped(rail, &c->parked);
+    end_stopped(rail, &c->granted);
+    for (uint32_t i = 0; i < RR_WINDOW; i++) {
+        struct rr_work *work = c->window[i];
+        if (!work || !rr_transfer_stopped(work->source->client, work->transfer, work->generation)) continue;
+        c->window[i] = NULL;
+        c->owed[i] = rr_work_owe(rail, work);
+    }
+}
+
+static void pay(struct rr_rail *rail, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count)
+{
+    for (uint32_t i = 0; i < RR_WINDOW; i++) {
+        struct rr_debt *debt = &c->owed[i];
+        uint32_t code;
+        if (!debt->source) continue;
+        if (c->window_sequence[i] > placed || !ack_of(acks, ack_count, c->window_sequence[i], &code)) {
+            code = rr_transfer_stopped(debt->source->client, debt->transfer, debt->generation);
+            if (code == RR_OK) code = RR_PEER_LOST;
+        }
+        rr_debt_paid(rail, debt, code);
+    }
+}
+
+static int newest_in_window(const struct rr_connection *c)
+{
+    int newest = -1;
+    for (int i = 0; i < (int)RR_WINDOW; i++)
+        if (c->window[i] && (newest < 0 || c->window_sequence[i] > c->window_sequence[newest])) newest = i;
+    return newest;
 }
 
 void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
@@ -327,6 +370,7 @@ void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, c
         c->path->connection = NULL;
     }
     c->path->broken = 0;
+    pay(rail, c, placed, acks, ack_count);
     /* Newest first: again() puts each in front, so they end up in their old order. */
     for (int i; (i = newest_in_window(c)) >= 0;) {
         struct rr_work *work = c->window[i];
@@ -357,12 +401,23 @@ void tcp_close_senders(struct rr_nic *base, uint32_t peer, uint32_t result)
     }
 }
 
+void tcp_owe_lost(struct tcp_nic *nic)
+{
+    nic->some_lost = 0;
+    for (struct rr_connection *c = nic->connections; c; c = c->next)
+        if (c->role == SENDER && c->fd < 0) owe_stopped(nic->base.rail, c);
+}
+
 /* Parked and granted work was never sent: its grant, now or when it comes, goes back. */
 void tcp_purge(struct rr_nic *base)
 {
     struct rr_rail *rail = base->rail;
     for (struct rr_connection *c = tcp(base)->connections; c; c = c->next) {
-        if (c->role != SENDER || c->fd < 0) continue;
+        if (c->role != SENDER) continue;
+        if (c->fd < 0) {
+            owe_stopped(rail, c);
+            continue;
+        }
         for (int granted = 0; granted < 2; granted++) {
             struct rr_work **link = granted ? &c->granted : &c->parked, *last = NULL;
             while (*link) {

@@ -9,7 +9,7 @@ from helpers.gpus import Card, Control, Link, Place
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
 
-from railrelay.client import PageLayout, RelayError, Result, TransferError
+from railrelay.client import GpuOptions, PageLayout, RelayError, Result, TransferError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.system]
 
@@ -114,8 +114,45 @@ def test_a_region_goes_only_once_nothing_is_copied_there(
         moved(link, 1)
         with control.held():
             transfer = sender.write(link.remote, [link.source.address], [link.remote.address], NBYTES)
+            until(lambda: sender.counters()["bytes_local"] == 2 * NBYTES, "all copies are enqueued")
             with pytest.raises(RelayError, match="written"):
                 link.destination.region.unregister(0.1)
         link.destination.region.unregister(10)
         transfer.wait_settled(10)
         assert transfer.result in (Result.OK, Result.REGION_GONE)  # everything may have been enqueued by then
+
+
+@pytest.mark.parametrize("function", ["cuLaunchKernel", "cuStreamWriteValue64"])
+def test_what_the_gpu_did_not_copy_is_not_done(
+    node: Node, gpu: Card, other_gpu: Card, control: Control, function: str
+) -> None:
+    options = GpuOptions(copy="kernel")
+    with (
+        node.connect(0, gpu=gpu.ordinal, gpu_options=options) as sender,
+        node.connect(1, gpu=other_gpu.ordinal) as receiver,
+    ):
+        link = gpus.link(
+            sender, receiver, gpus.make(sender, NBYTES, "gpu", gpu), gpus.make(receiver, NBYTES, "vmm", other_gpu)
+        )
+        moved(link, 1)
+        control.fault(function, 1, 719)
+        transfer = sender.write(link.remote, [link.source.address], [link.remote.address], 65536)
+        with pytest.raises(TransferError, match="CUDA_ERROR_LAUNCH_FAILED") as failure:
+            transfer.wait(20)
+        assert failure.value.result is Result.GPU_ERROR
+
+
+def test_a_transfer_is_asked_after_its_client_was_closed(
+    node: Node, gpu: Card, other_gpu: Card, control: Control
+) -> None:
+    with node.connect(1, gpu=other_gpu.ordinal) as receiver:
+        with node.connect(0, gpu=gpu.ordinal) as sender:
+            link = gpus.link(
+                sender, receiver, gpus.make(sender, NBYTES, "gpu", gpu), gpus.make(receiver, NBYTES, "vmm", other_gpu)
+            )
+            moved(link, 1)
+            control.delay(2000)
+            transfer = sender.write(link.remote, [link.source.address], [link.remote.address], NBYTES)
+        assert transfer.done
+        assert transfer.settled in (True, False)
+        assert transfer.source_done in (True, False)

@@ -487,6 +487,31 @@ def test_a_receiving_daemon_that_is_gone_for_good_leaves_transfers_unsettled_not
         assert prefill.peer_states()[decode.session] == "lost"
 
 
+@pytest.mark.parametrize("source", memory.KINDS)
+def test_peers_that_are_gone_for_good_hold_nothing_that_others_need(nodes: Nodes, source: memory.Kind) -> None:
+    """Neither slots of the lane nor places in the ring, though what they may still have is not settled."""
+    prefill, *gone = (nodes.start() for _ in range(4))
+    decode = gone.pop()
+    with prefill.connect() as sender, decode.connect() as receiver:
+        healthy = memory.link(sender, receiver, NBYTES, source=source)
+        healthy.source.array[:] = patterns.content(NBYTES, 1)
+        for node in gone:
+            with node.connect() as other:
+                remote = sender.open(memory.make(other, NBYTES).offer())
+                offsets = np.arange(BLOCKS, dtype=np.uint64) * np.uint64(BLOCK)
+                taken, put = offsets + np.uint64(healthy.source.address), offsets + np.uint64(remote.address)
+                sender.write(remote, taken, put, BLOCK).wait(30)
+                node.pause()
+                transfers = [sender.write(remote, taken, put, BLOCK, timeout=0.3) for _ in range(20)]
+                time.sleep(0.1)
+                node.kill()
+            for transfer in transfers:
+                with pytest.raises(TransferError):
+                    transfer.wait(30)
+        for _ in range(3):
+            send(healthy)
+
+
 def test_a_control_connection_that_breaks_is_made_again_and_transfers_go_on(nodes: Nodes) -> None:
     """Silence longer than peer_s ends it; the same instance comes back."""
     prefill, decode = nodes.pair(timeouts={"peer_s": 0.5})
