@@ -13,7 +13,16 @@ import numpy.typing as npt
 
 from railrelay.client import core, cuda, protocol
 from railrelay.client.connection import LOCAL_TIMEOUT_S, Connection, Event, close_all
-from railrelay.client.errors import RESULT_TEXT, ArgumentError, ConnectError, DaemonGone, ErrorCode, RelayError, Result
+from railrelay.client.errors import (
+    RESULT_TEXT,
+    ArgumentError,
+    ConnectError,
+    DaemonGone,
+    ErrorCode,
+    RegionError,
+    RelayError,
+    Result,
+)
 from railrelay.client.gpu_memory import GpuMemory, GpuOptions, checked_gpu
 from railrelay.client.layout import PageLayout
 from railrelay.client.paths import default_socket
@@ -79,6 +88,8 @@ class Client:
         CUDA ordinal or UUID of the rank's GPU; without it the client takes that of the first GPU memory it registers.
         Raises ConnectError: no daemon, no permission, another version, rank out of range or taken, no such GPU."""
         path = default_socket(instance) if socket is None else Path(socket)
+        if route not in list(Route):
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"route {route!r}: one of {', '.join(Route)}")
         return cls(path, rank, name, Route(route), local, feeder_cpu, gpu, gpu_options, timeout)
 
     def __init__(
@@ -313,13 +324,20 @@ class Client:
 
     def open_remote(self, opened: protocol.RegionOpened, fds: list[int]) -> None:
         """Control thread: see RemoteGpuMemory."""
-        self._use_gpu(opened.device).open_remote(opened, fds)
+        try:
+            memory = self._use_gpu(opened.device)
+        except ArgumentError as failure:
+            text = f"{failure.text}; connect with local=False, or with gpu= the GPU that is to copy"
+            raise RegionError(ErrorCode.NOT_SUPPORTED, text) from None
+        memory.open_remote(opened, fds)
 
     def prepare_local(self) -> None:
+        """See RemoteGpuMemory."""
         if self._gpu is not None:
             self._gpu.prepare_local()
 
     def close_remote(self, index: int) -> None:
+        """See RemoteGpuMemory."""
         if self._gpu is not None:
             self._gpu.close_remote(index)
 

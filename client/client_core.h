@@ -167,6 +167,7 @@ struct rc_lane {
     uint8_t *memory; /* NULL: not leased, or a GPU's */
     uint64_t memory_bytes;
     struct rg_copier *copier; /* NULL: filled by the CPU, which rings the doorbell too */
+    uint32_t filling;         /* slots that threads of the CPU have reserved and not announced */
     uint64_t gpu_base;        /* with a copier: addresses of the memory and of the doorbell for the GPU */
     uint64_t gpu_doorbell;
     uint32_t destination_of[RR_MAX_SLOTS];
@@ -343,7 +344,7 @@ int rc_set_local_copier(struct rc_core *core, const struct rc_copier_facts *fact
 int rc_copy_chunk_by_gpu(struct rc_core *core, struct rc_part *part);
 /* Whether the GPU has copied everything that was enqueued for the part so far. */
 int rc_part_is_copied(const struct rc_part *part);
-int rc_local_gpu_is_idle(const struct rc_core *core);
+int rc_local_gpu_has_reached(struct rc_core *core, uint64_t enqueued);
 /* After rc_stop, and when the GPU is idle: the pinned word goes. */
 void rc_forget_local_signal(struct rc_core *core);
 /* Feeder, holding the lane's lock: fills the reserved slot on the GPU and announces it. */

@@ -234,8 +234,10 @@ class Connection:
             text += f": {self._last_words}"
         with self._lock:
             self._gone = self._gone or self.why_gone() or DaemonGone(ErrorCode.DAEMON_GONE, text)
-        self.on_gone()
-        self._end_questions()
+        try:
+            self.on_gone()
+        finally:
+            self._end_questions()
 
     def _end_questions(self) -> None:
         with self._lock:

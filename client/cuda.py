@@ -214,6 +214,13 @@ class Gpu:
         with self.current():
             _call("cuStreamWaitEvent", stream, event, 0)
 
+    def synchronize_streams(self) -> None:
+        """Waits for the streams that stream() made."""
+        with self.current():
+            for name, stream in list(self._undo):
+                if name == "cuStreamDestroy":
+                    _call("cuStreamSynchronize", stream)
+
     def synchronize(self) -> None:
         with self.current():
             _call("cuCtxSynchronize")
@@ -275,6 +282,11 @@ class Gpu:
                 with self.current():
                     opened = int(_call("cuIpcOpenMemHandle", raw, 1))  # lazily enables access between peers
             self._opened[handle] = (opened, users + 1)
+        at = where(opened)
+        if at is None or at.base + at.nbytes < opened + nbytes:  # a copy past its end would end the context
+            self.unmap(Mapping(opened, nbytes, 0))
+            text = f"an IPC handle of less than the {nbytes} bytes that its owner says"
+            raise RegionError(ErrorCode.OUT_OF_BOUNDS, text)
         return Mapping(opened, nbytes, 0)
 
     def _close_ipc(self, address: int) -> None:

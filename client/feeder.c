@@ -132,6 +132,7 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
         pthread_mutex_unlock(&lane->lock);
         return 1;
     }
+    lane->filling++;
     pthread_mutex_unlock(&lane->lock);
 
     uint64_t began_ns = rr_now_ns();
@@ -147,6 +148,7 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
     pthread_mutex_lock(&lane->lock);
     rr_lane_announce(&lane->producer, slot);
     rr_lane_ring_doorbell(&lane->producer);
+    lane->filling--;
     pthread_mutex_unlock(&lane->lock);
     rc_wake_rail(core, part->local_rail);
     return 1;

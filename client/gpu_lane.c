@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "pieces.h"
@@ -66,6 +67,12 @@ int rc_set_lane_copier(struct rc_core *core, uint32_t rail, const struct rc_copi
     /* Other threads may be sending host memory through the lane already: its memory is only for measuring while no slot
      * of it was ever used, and none is while the lock is held. */
     pthread_mutex_lock(&lane->lock);
+    while (lane->filling) { /* their doorbells are stores; the stream's must come after them */
+        struct timespec nap = {0, 50000};
+        pthread_mutex_unlock(&lane->lock);
+        nanosleep(&nap, NULL);
+        pthread_mutex_lock(&lane->lock);
+    }
     int unused = lane->producer.head == 0 && lane->producer.free_count == lane->producer.slots;
     uint64_t target = unused && lane->memory_bytes >= RG_CALIBRATION_BYTES ? facts->base : facts->scratch_target;
     struct rg_copier *copier = new_copier(core, facts, target, &result);
@@ -250,9 +257,14 @@ void rc_forget_local_signal(struct rc_core *core)
     pthread_mutex_unlock(&core->queue);
 }
 
-int rc_local_gpu_is_idle(const struct rc_core *core)
+/* After a failure the stream is waited for once: copies may be under way, and a lost context says so at once. */
+int rc_local_gpu_has_reached(struct rc_core *core, uint64_t enqueued)
 {
-    return rr_load_acquire_u32(&core->gpu_failure) || local_copied(core) >= rr_load_acquire_u64(&core->local_enqueued);
+    if (local_copied(core) >= enqueued) return 1;
+    if (!rr_load_acquire_u32(&core->gpu_failure)) return 0;
+    const struct rg_copier *copier = core->local_copier;
+    if (copier && !rg_enter(copier)) copier->api->cuStreamSynchronize(copier->stream);
+    return 1;
 }
 
 int rc_part_is_copied(const struct rc_part *part)

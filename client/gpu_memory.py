@@ -24,6 +24,7 @@ LOCAL_LISTS: Final = 16
 LOCAL_BLOCKS: Final = 2  # times the thread blocks: no NIC sets the pace of the local route
 PIECE_BYTES: Final = 24
 SCRATCH_BYTES: Final = 1 << 20
+THREAD_BLOCKS_MAX: Final = 1024
 GBIT_BYTES: Final = 0.125  # a nanosecond, at one Gbit/s
 
 
@@ -48,6 +49,13 @@ class GpuOptions:
     copy: Copy | str = Copy.AUTO
     nic_gbit: float = 400.0
     thread_blocks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.copy not in list(Copy) or not self.nic_gbit > 0 or not 1 <= self.thread_blocks <= THREAD_BLOCKS_MAX:
+            raise ArgumentError(
+                ErrorCode.BAD_ARGUMENT,
+                f"{self}: copy is one of {', '.join(Copy)}, nic_gbit above 0, thread_blocks 1 to {THREAD_BLOCKS_MAX}",
+            )
 
 
 class GpuMemory:
@@ -75,7 +83,7 @@ class GpuMemory:
     def close(self) -> None:
         """After the core was stopped: nothing is enqueued any more. Waits for what the GPU still copies."""
         with contextlib.suppress(RelayError):
-            self.gpu.synchronize()
+            self.gpu.synchronize_streams()  # of the library: the engine's own may wait for something else
         self._core.forget_local_signal()
         for mapping in (*self._lanes.values(), *self._remotes.values()):
             with contextlib.suppress(RelayError):

@@ -86,9 +86,10 @@ int rc_unmap_remote(struct rc_core *core, uint32_t remote)
     struct rc_mapping mapping = core->mappings[remote];
     core->mappings[remote].base = NULL;
     if (mapping.base && !mapping.on_gpu) munmap(mapping.base, mapping.bytes);
+    uint64_t enqueued = rr_load_acquire_u64(&core->local_enqueued);
     pthread_rwlock_unlock(&core->mappings_lock);
     struct timespec nap = {0, 50000};
-    while (mapping.base && mapping.on_gpu && !rc_local_gpu_is_idle(core)) nanosleep(&nap, NULL);
+    while (mapping.base && mapping.on_gpu && !rc_local_gpu_has_reached(core, enqueued)) nanosleep(&nap, NULL);
     return mapping.base != NULL;
 }
 

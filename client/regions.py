@@ -204,6 +204,21 @@ class RemoteRegion:
         return f"RemoteRegion({self.address:#x} +{self.nbytes}, rail {self.rail}, {self.peer.session})"
 
 
+def _check_mapped(address: int, nbytes: int, *, writable: bool) -> None:
+    """What is not memory of this process would end it when it is first used."""
+    end, at = address + nbytes, address
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, *_ = line.split(maxsplit=2)
+        first, last = (int(edge, 16) for edge in span.split("-"))
+        if first <= at < last and access[0] == "r" and (access[1] == "w" or not writable):
+            at = last
+        if at >= end:
+            return
+    needed = "readable and writable" if writable else "readable"
+    text = f"({address:#x}, {nbytes}): no {needed} memory of this process at {at:#x}"
+    raise ArgumentError(ErrorCode.BAD_ADDRESS, f"{text}; if it is a GPU's, install railrelay[cuda]")
+
+
 def memory_of(buffer: Any, *, writable: bool) -> tuple[int, int, object]:  # noqa: ANN401
     """(address, bytes, object to keep) of contiguous memory with the buffer protocol, or of (address, bytes)."""
     if isinstance(buffer, tuple):
@@ -211,6 +226,7 @@ def memory_of(buffer: Any, *, writable: bool) -> tuple[int, int, object]:  # noq
         if address <= 0 or nbytes <= 0:
             text = f"({address:#x}, {nbytes}): expected an address and a size above 0"
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+        _check_mapped(address, nbytes, writable=writable)
         return address, nbytes, None
     try:
         view = memoryview(buffer)

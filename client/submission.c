@@ -59,14 +59,16 @@ static struct way way_of(const struct rc_core *core, const struct rc_region *reg
         return (struct way){.local_rail = core->own_rail, .owner = remote->owner, .on_gpu = (uint32_t)region->on_gpu, .to_gpu = remote->on_gpu, .local = 1};
     uint32_t local = core->local_rails[remote->peer][remote->rail];
     int relayed = core->route == RC_ROUTE_RELAY || core->route == RC_ROUTE_RELAY_ALL;
+    uint32_t straight = region->shared != 0;
     struct way way = {core->own_rail, remote->rail, remote->owner, remote->window_bytes,
-                      remote->window_runs, (uint32_t)region->shared, (uint32_t)region->on_gpu, 0, 0};
+                      remote->window_runs, straight, (uint32_t)region->on_gpu, 0, 0};
     if (relayed) {
         way.local_rail = local;
-        way.direct = region->shared && local == core->own_rail && core->route == RC_ROUTE_RELAY;
+        way.direct = straight && local == core->own_rail && core->route == RC_ROUTE_RELAY;
     } else if (core->route == RC_ROUTE_MATCHED) {
         way.local_rail = local;
     }
+    if (region->on_gpu && region->rail != way.local_rail) way.direct = 0; /* another rail's NIC may not reach it */
     return way;
 }
 

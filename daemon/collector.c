@@ -2,7 +2,7 @@
  * rail's thread. Each word of a block table is loaded once; only the copy is checked and used. */
 #include <stdlib.h>
 
-#include "plane.h"
+#include "nic.h"
 
 #define LANE_BATCH 4u
 #define RING_BATCH 8u
@@ -55,6 +55,7 @@ struct builder {
     struct rr_client *client;
     struct rr_work *work;
     uint8_t *slot; /* NULL: blocks name source regions */
+    int takes_made_up;
 };
 
 /* Adds one block to the work: one more piece and run, or a longer last one where it continues both. */
@@ -77,6 +78,7 @@ static uint32_t add_block(struct builder *b, const struct rr_block *block)
         if (block->source_region >= plane->regions_per_client) return RR_BAD_REGION;
         struct rr_region *region = &b->client->regions[block->source_region];
         if (!rr_load_acquire_u32(&region->valid) || !region->base) return RR_BAD_REGION;
+        if (rr_is_made_up(region->mapping) && !b->takes_made_up) return RR_BAD_REGION;
         if (block->source > region->bytes || length > region->bytes - block->source) return RR_OUT_OF_BOUNDS;
         source = region->base + block->source;
     }
@@ -133,7 +135,7 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     work->taken_ns = rr_rail_now(rail);
     work->posted_ns = 0;
     uint32_t result = RR_OK;
-    struct builder builder = {plane, client, work, slot};
+    struct builder builder = {plane, client, work, slot, rail->nic->ops->takes_made_up};
     if (slice->flags & RR_SLICE_INLINE && !slot) {
         struct rr_block block = {slice->inline_source,        slice->inline_destination,   slice->inline_length,
                                  slice->inline_source_region, slice->inline_remote_region, 0};

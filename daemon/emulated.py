@@ -98,6 +98,8 @@ class Helper:
             raise ConfigError(f"{self._option}: {text}")
         self.device = answer.device
         self._on_end = on_end
+        if self.failure:  # it has ended while others were waited for
+            raise ConfigError(f"{self._option}: {self.failure}")
         log.info("rail %s: emulated NIC, helper pid %d%s", self.name, self.pid, self.device and f", {self.device}")
 
     async def add(self, memory: int, source: Source) -> None:

@@ -522,6 +522,7 @@ static void emulated_drop_bounces(struct rr_nic *base, struct rr_client *client)
 }
 
 const struct rr_nic_ops rr_emulated_nic = {
+    .takes_made_up = 1,
     .name = "emulated",
     .open = emulated_open,
     .close = emulated_close,

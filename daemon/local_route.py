@@ -1,9 +1,10 @@
 """Which clients may write which regions of other clients by themselves (the local route), and how they let go. Main
 thread only.
 
-A grant hands out the memory of one region, so only what the capability offered. It cannot be taken back: it ends by
-the word of the client that holds it (LetGo, CloseRegion), or by the death of its process, which the pidfd tells. A
-client that does not answer in time is ended, and holds what it holds until it is dead.
+A grant hands out the memory of one region, so only what the capability offered; the handle of GPU memory reaches the
+whole allocation that the region lies in. It cannot be taken back: it ends by the word of the client that holds it
+(LetGo, CloseRegion), or by the death of its process, which the pidfd tells. A client that does not answer in time is
+ended, and holds what it holds until it is dead.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@
 
 struct rr_nic_ops {
     const char *name;
+    int takes_made_up; /* it translates made-up addresses (struct rr_mapping) itself */
     struct rr_nic *(*open)(struct rr_rail *rail);
     void (*close)(struct rr_nic *nic);
     /* Lets poll return when this eventfd is written; descriptors of one client, removed before they are closed. */

@@ -373,6 +373,7 @@ int rr_guard_install(void);
 struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error);
 /* Addresses that only a NIC understands, as a mapping. NULL: no memory. */
 struct rr_mapping *rr_made_up(uint64_t base, uint64_t bytes);
+static inline int rr_is_made_up(const struct rr_mapping *mapping) { return mapping && mapping->guard == RR_NONE; }
 void rr_unmap(struct rr_mapping *mapping);
 /* After EFAULT from a system call: replaces the mapping that holds the address by zero pages. 0 if none does. */
 int rr_guard_patch(const void *address);

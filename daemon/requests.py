@@ -212,7 +212,11 @@ class Requests:
             source = Source(base, message.bytes, kind, message.offset, fd, message.ipc, message.handle_bytes)
             try:
                 await ctx.helpers.add(number, source)
-            except RelayError:
+            except (RelayError, OSError):
+                readers = await ctx.commands.to_all(lambda cookie: ctx.plane.remove_region(client.row, index, cookie))
+                if readers:  # it named the region before it was told of it
+                    client.socket.close(f"region {index} was used before it was registered")
+                    raise
                 await self._forget_region(region)
                 del client.regions[index]
                 ctx.plane.finish_region_removal(client.row, index, False)

@@ -88,7 +88,7 @@ static uint16_t check_runs(struct rr_rail *rail, struct rr_connection *c)
             result = RR_OUT_OF_BOUNDS;
             continue;
         }
-        if (private != (export->base == NULL)) {
+        if (private != (export->base == NULL) || rr_is_made_up(export->mapping)) {
             result = RR_BAD_REGION;
             continue;
         }

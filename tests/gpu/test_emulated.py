@@ -250,3 +250,22 @@ def test_without_cuda_the_option_is_named_at_start(
     code, line = nodes.fails(text)
     assert code == 2
     assert "rail[0].gpu: GPU memory needs cuda-python (none here); install railrelay[cuda]" in line
+
+
+@pytest.mark.parametrize("route", ["relay", "direct", "matched"])
+def test_what_only_an_emulated_nic_reaches_goes_through_a_lane_on_a_tcp_rail(
+    nodes: Nodes, gpu: Card, route: str
+) -> None:
+    """The address that the daemon has for it means nothing to a socket."""
+    instance = new_instance()
+    text = config_text(instance, nodes.directory / f"{instance}.sock", 0, SMALL)
+    text += f'[[rail]]\naddress = "127.0.0.1"\nnic = "emulated"\nmemory = "device"\ngpu = {gpu.ordinal}\n'
+    text += '[[rail]]\naddress = "127.0.0.1"\n'
+    config = nodes.directory / f"{instance}.toml"
+    config.write_text(text)
+    mixed, plain = nodes.start_file(instance, config), nodes.start(2)
+    with mixed.connect(1, gpu=gpu.ordinal, route=route) as sender, plain.connect(1) as receiver:
+        source = gpus.make(sender, NBYTES, "gpu", gpu, 0)
+        link = gpus.link(sender, receiver, source, gpus.make(receiver, NBYTES, "shared"))
+        moved(link, 1)
+        assert sender.counters()["slots"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import socket
 import threading
 import weakref
@@ -226,6 +227,19 @@ def test_reading_from_a_peer_is_refused(link: Link) -> None:
     with pytest.raises(RelayError, match="does not read") as failure:
         link.remote.peer.read()
     assert failure.value.code is ErrorCode.NOT_SUPPORTED
+
+
+def test_what_is_no_memory_of_this_process_is_refused(link: Link) -> None:
+    """Before the first use of it ends the process."""
+    with mmap.mmap(-1, 3 * mmap.PAGESIZE) as memory:
+        start = np.frombuffer(memory, np.uint8).ctypes.data
+        read_only = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ)
+        never = np.frombuffer(read_only, np.uint8).ctypes.data
+        for address, nbytes in ((0x7F0000000000, 4096), (start, 1 << 40), (never, mmap.PAGESIZE)):
+            with pytest.raises(ArgumentError, match="memory of this process"):
+                link.sender.register((address, nbytes))
+        link.sender.register((never, mmap.PAGESIZE), receive=False).unregister()
+        link.sender.register((start, 3 * mmap.PAGESIZE)).unregister()
 
 
 def test_registering_what_overlaps_a_region_is_refused(link: Link) -> None:
