@@ -323,6 +323,7 @@ def test_a_client_that_scribbles_over_its_segment_harms_no_other(scene: Scene, s
             for start in hot:
                 word.pack_into(scene.raw.memory, start + rng.choice([0, 8, 128]), rng.randrange(6))
             scene.raw.kick()
+            time.sleep(0.0002)  # the kick lets go of the GIL, but takes it again before a thread that waits can
 
     thread = threading.Thread(target=scribble)
     thread.start()
