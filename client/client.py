@@ -23,7 +23,7 @@ from railrelay.client.errors import (
     RelayError,
     Result,
 )
-from railrelay.client.gpu_memory import GpuMemory, GpuOptions, checked_gpu
+from railrelay.client.gpu_memory import GpuMemory, GpuOptions
 from railrelay.client.layout import PageLayout
 from railrelay.client.paths import default_socket
 from railrelay.client.peers import Peer, Ready, RemoteTable
@@ -366,8 +366,8 @@ class Client:
         at = cuda.where(address)
         if at is None:
             raise ArgumentError(ErrorCode.BAD_ADDRESS, f"{address:#x} is not GPU memory")
-        checked_gpu(self._gpu, at.ordinal)
         memory = self._use_gpu(at.ordinal)
+        memory.check(at.ordinal)
         if self.remotes.any_local:
             memory.prepare_local()
         handles = cuda.handles_of(memory.gpu, address, nbytes)

@@ -92,16 +92,19 @@ static rg_result copy_strided(struct rg_copier *copier, const struct rg_piece *f
     return copier->api->cuMemcpy2DAsync(&copy, copier->stream);
 }
 
+rg_result rg_copy_each(const struct rg_copier *copier, const struct rg_piece *pieces, uint32_t piece_count)
+{
+    rg_result result = 0;
+    for (uint32_t i = 0; i < piece_count && !result; i++)
+        result = copier->api->cuMemcpyAsync(pieces[i].destination, pieces[i].source, pieces[i].bytes, copier->stream);
+    return result;
+}
+
 static rg_result copy_batch(struct rg_copier *copier, const struct rg_piece *pieces, uint32_t piece_count, uint64_t bytes)
 {
     const struct rg_api *api = copier->api;
     count(copier, RG_BATCH, piece_count, bytes);
-    if (piece_count < 3 || !api->cuMemcpyBatchAsync) {
-        rg_result result = 0;
-        for (uint32_t i = 0; i < piece_count && !result; i++)
-            result = api->cuMemcpyAsync(pieces[i].destination, pieces[i].source, pieces[i].bytes, copier->stream);
-        return result;
-    }
+    if (piece_count < 3 || !api->cuMemcpyBatchAsync) return rg_copy_each(copier, pieces, piece_count);
     for (uint32_t i = 0; i < piece_count; i++) {
         copier->destinations[i] = pieces[i].destination;
         copier->sources[i] = pieces[i].source;
@@ -218,6 +221,11 @@ static struct measured measure(struct rg_copier *copier, enum rg_way way, uint64
     return best;
 }
 
+static void keep_first(rg_result *result, struct measured measured)
+{
+    if (!*result) *result = measured.result;
+}
+
 static double at_least(double value, double least) { return value > least ? value : least; }
 
 rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t destination, double nic_rate)
@@ -233,7 +241,11 @@ rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t desti
     struct measured tall = measure(copier, RG_STRIDED, source, destination, 512, 256, 512);
     struct measured few = measure(copier, RG_BATCH, source, destination, 4, 256, 0);
     struct measured batch = measure(copier, RG_BATCH, source, destination, 512, 256, 0);
-    rg_result result = one.result | many.result | tall.result | few.result | batch.result;
+    rg_result result = one.result;
+    keep_first(&result, many);
+    keep_first(&result, tall);
+    keep_first(&result, few);
+    keep_first(&result, batch);
     if (!result) {
         costs->strided_ns = at_least((many.ns - one.ns) / 31, 100);
         costs->row_ns = at_least((tall.ns - one.ns) / 496, 1);
@@ -242,7 +254,8 @@ rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t desti
     if (!result && copier->kernel) {
         struct measured empty = measure(copier, RG_KERNEL, source, destination, 4, 256, 0);
         struct measured full = measure(copier, RG_KERNEL, source, destination, RG_CALIBRATION_BYTES / 2 / 4096, 4096, 0);
-        result = empty.result | full.result;
+        result = empty.result;
+        keep_first(&result, full);
         if (!result) costs->kernel_rate = RG_CALIBRATION_BYTES / 2 / at_least(full.ns - empty.ns, 1);
     }
     copier->counters = counters;

@@ -86,6 +86,8 @@ rg_result rg_enter(const struct rg_copier *copier);
 struct rg_piece *rg_list(const struct rg_copier *copier, uint32_t list);
 /* Enqueues the copies of the first count pieces of the list, changing their order. */
 rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t count);
+/* One copy a piece, also from and to host memory that is not pinned. */
+rg_result rg_copy_each(const struct rg_copier *copier, const struct rg_piece *pieces, uint32_t count);
 /* Then, in stream order and after all earlier copies are visible to everybody, writes an aligned word. */
 rg_result rg_signal(struct rg_copier *copier, uint64_t address, uint64_t value);
 

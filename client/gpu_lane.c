@@ -200,15 +200,6 @@ static uint32_t list_pieces(struct rc_part *part, struct rg_copier *copier, uint
     return l.entries;
 }
 
-/* Pieces between pageable host memory and GPU memory: the driver has staged, or placed, each when the call returns. */
-static rg_result copy_from_host(struct rg_copier *copier, const struct rg_piece *pieces, uint32_t count)
-{
-    rg_result result = 0;
-    for (uint32_t i = 0; i < count && !result; i++)
-        result = copier->api->cuMemcpyAsync(pieces[i].destination, pieces[i].source, pieces[i].bytes, copier->stream);
-    return result;
-}
-
 void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, uint64_t limit)
 {
     struct rc_lane *lane = &core->lanes[part->local_rail];
@@ -233,7 +224,7 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
     rc_wake_rail(core, part->local_rail);
     rg_result result = rg_enter(copier);
     if (!result && part->on_gpu) result = rg_copy(copier, slot, count);
-    if (!result && !part->on_gpu && !by_cpu) result = copy_from_host(copier, rg_list(copier, slot), count);
+    if (!result && !part->on_gpu && !by_cpu) result = rg_copy_each(copier, rg_list(copier, slot), count);
     rc_tell_times(&core->slot_times[at], began_ns);
     if (!result) result = rg_signal(copier, lane->gpu_doorbell, ++lane->producer.doorbell);
     rr_store_release_u64(&part->copied_at, lane->producer.doorbell);
@@ -301,7 +292,7 @@ int rc_copy_chunk_by_gpu(struct rc_core *core, struct rc_part *part)
         rc_take_piece(part, take, piece.length);
     }
     int gone = region != RR_NONE && !base;
-    if (!result && count) result = part->on_gpu && part->to_gpu ? rg_copy(copier, list, count) : copy_from_host(copier, pieces, count);
+    if (!result && count) result = part->on_gpu && part->to_gpu ? rg_copy(copier, list, count) : rg_copy_each(copier, pieces, count);
     if (!result && count) {
         rr_store_release_u64(&core->local_enqueued, core->local_enqueued + 1);
         rr_store_release_u64(&part->copied_at, core->local_enqueued);

@@ -70,7 +70,6 @@ class GpuMemory:
         self._known: dict[tuple[int, int], int] = {}
         self._event_stream = 0
         self._local = 0  # where the GPU counts what it has copied by the local route
-        self._doorbells = 0  # of the whole segment
         self._scratch = 0
         self._kernel = -1
         self.gpu = cuda.Gpu(gpu)
@@ -108,11 +107,9 @@ class GpuMemory:
         with self._lock, core_errors():
             if self._core.has_copier(rail):
                 return
-            if not self._doorbells:
-                self._doorbells = self.gpu.host_register(*self._core.segment_area)
             mapped = self._lanes.get(rail)
             base = mapped.address if mapped else self._registered(self._core.lane_area(rail))
-            doorbell = self._doorbells + self._core.doorbell_offset(rail)
+            doorbell = self._registered(self._core.segment_area) + self._core.doorbell_offset(rail)
             self._set_copier(rail, bounce=False, lists=self._core.slots, base=base, doorbell=doorbell)
             log.debug("lane of rail %d: copies cost %s", rail, self._core.copy_costs(rail))
 
@@ -152,6 +149,14 @@ class GpuMemory:
         mapping = self._remotes.pop(index, None)
         if mapping is not None:
             self.gpu.unmap(mapping)
+
+    def check(self, ordinal: int) -> None:
+        """ArgumentError if memory is of another GPU."""
+        if self.gpu.ordinal != ordinal:
+            raise ArgumentError(
+                ErrorCode.BAD_ARGUMENT,
+                f"memory of {cuda.uuid_of(ordinal)}, but this client uses {self.gpu.uuid}; one client a GPU",
+            )
 
     def event_of(self, ready: object) -> core.GpuEvent:
         """What a stream has been given so far, or what a recorded event stands for, as an event of the library's own.
@@ -213,11 +218,3 @@ def _handle(thing: object, protocol: str, attribute: str) -> int | None:
         return int(handle[1] if isinstance(handle, tuple) else handle)
     handle = getattr(thing, attribute, None)
     return None if handle is None else int(handle)
-
-
-def checked_gpu(known: GpuMemory | None, ordinal: int) -> None:
-    if known is not None and known.gpu.ordinal != ordinal:
-        raise ArgumentError(
-            ErrorCode.BAD_ARGUMENT,
-            f"memory of {cuda.uuid_of(ordinal)}, but this client uses {known.gpu.uuid}; one client a GPU",
-        )

@@ -39,7 +39,7 @@ static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint
     const uint8_t *source = bounce->memory + (size_t)slot * core->facts.slot_bytes;
     /* Held while copying: rc_remove_region returns only when nothing is written any more. */
     pthread_rwlock_rdlock(&core->tables);
-    for (uint32_t i = 0; i < count && !result; i++) {
+    for (uint32_t i = 0; i < count && !result && !failure; i++) {
         struct rr_run run = runs[i];
         const struct rc_region *region = NULL;
         for (uint32_t r = 0; r < core->region_count; r++)
@@ -49,12 +49,15 @@ static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint
         else if (run.offset > region->bytes || run.length > region->bytes - run.offset || run.length > core->facts.slot_bytes - taken)
             result = RR_OUT_OF_BOUNDS;
         else if (region->on_gpu)
-            failure |= to_gpu(bounce, (uint64_t)slot * core->facts.slot_bytes + taken, region->address + run.offset, run.length, &listed);
+            failure = to_gpu(bounce, (uint64_t)slot * core->facts.slot_bytes + taken, region->address + run.offset, run.length, &listed);
         else
             memcpy((void *)(uintptr_t)(region->address + run.offset), source + taken, run.length);
         taken += run.length;
     }
-    if (listed || failure) failure |= flush(bounce, &listed);
+    if (listed || failure) { /* also then: nothing may be written any more once the tables are let go */
+        rg_result last = flush(bounce, &listed);
+        if (!failure) failure = last;
+    }
     pthread_rwlock_unlock(&core->tables);
     if (failure) {
         rc_gpu_failed(core, failure);
