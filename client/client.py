@@ -400,8 +400,6 @@ class Client:
                 with core_errors():
                     for bounce_rail, bounce in enumerate(bounces):
                         self.core.add_bounce(bounce_rail, bounce, self._bounce_bytes)
-                    if on_gpu and self._gpu is not None and request.receive:
-                        self._gpu.prepare_bounces(self.core.rails)
                     self.core.add_region(reply.region, request.address, request.bytes, reply.direct, on_gpu, reply.rail)
             except (RelayError, OSError):
                 self.connection.tell(protocol.Unregister(self.connection.new_id(), reply.region))
@@ -415,6 +413,12 @@ class Client:
             return region
 
         region: Region = self.connection.ask_then(request, protocol.Registered, registered, LOCAL_TIMEOUT_S, fds)
+        if on_gpu and self._gpu is not None and request.receive:  # nothing comes before the caller has the offer
+            try:
+                self._gpu.prepare_bounces(self.core.rails)
+            except BaseException:
+                region.unregister()
+                raise
         return region
 
     # ---- on the control thread ----

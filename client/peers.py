@@ -66,8 +66,9 @@ class RemoteTable:
         """Control thread; owns the descriptors. A region of the same process that overlaps is an earlier registration,
         and closed."""
         try:
+            self._map(opened, fds)
             with self._lock:
-                self._map(opened, fds)
+                self._check_open()
                 for other in list(self._open.values()):
                     if _overlap(other, peer, opened):
                         self._closing[other.index] = self._open.pop(other.index)
@@ -97,10 +98,12 @@ class RemoteTable:
         finally:
             close_all(fds)
 
-    def _map(self, opened: protocol.RegionOpened, fds: list[int]) -> None:
-        """RegionError."""
+    def _check_open(self) -> None:
         if self._ended:
             raise RelayError(ErrorCode.CLOSED, "this Client is closed")
+
+    def _map(self, opened: protocol.RegionOpened, fds: list[int]) -> None:
+        """RegionError."""
         try:
             if opened.handle == "shm":
                 self._core.map_remote(opened.remote, fds[0], opened.offset, opened.bytes)
@@ -206,6 +209,8 @@ class Peer:
             if known:
                 return known[0]
             self._check_up()
+            if self._client.local:
+                self._client.prepare_local()  # here, and not on the control thread: it may take a second
             connection = self._client.connection
             request = protocol.OpenRegion(connection.new_id(), self.index, content.capability, self._client.local)
             self._client.remotes.asked |= self._client.local
