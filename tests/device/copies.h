@@ -1,4 +1,4 @@
-/* What fill.c and ordering.c share; fill.py and ordering.py call them through ctypes, each with the GIL released. Python
+/* What fill.c, ordering.c and pace.c share; their Python modules call them through ctypes, each with the GIL released. Python
  * makes contexts, streams, memory and the driver's functions (client/cuda.py). */
 #ifndef RAILRELAY_DEVICE_COPIES_H
 #define RAILRELAY_DEVICE_COPIES_H

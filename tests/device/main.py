@@ -62,6 +62,7 @@ SECTIONS: Final = {
     "memory": Section("GPU memory of the daemon beyond the buffers", 60, "gpu_memory"),
     "local": Section("between engines of one daemon, against memcpy and bare copies", 120, "local", host=True),
     "stress": Section("two engines, both directions at once, every byte checked", 230, "stress", host=True),
+    "load": Section("matmuls beside bare copies at a NIC's rate, each way alone", 75, "load"),
     "loaded": Section("the same beside matmuls on all GPUs", 240, "overlap", "loaded"),
 }
 

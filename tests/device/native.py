@@ -1,4 +1,4 @@
-"""fill.c and ordering.c with the client's gpu_copy.c, built once a run, and their ctypes."""
+"""fill.c, ordering.c and pace.c with the client's gpu_copy.c, built once a run, and their ctypes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def build(directory: Path) -> Path:
     if compiler is None:
         raise RuntimeError("no C compiler; install gcc")
     made = directory / "copies.so"
-    sources = [HERE / "fill.c", HERE / "ordering.c", CLIENT / "gpu_copy.c"]
+    sources = [HERE / "fill.c", HERE / "ordering.c", HERE / "pace.c", CLIENT / "gpu_copy.c"]
     flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", f"-I{CLIENT}"]
     done = subprocess.run([compiler, *flags, "-o", made, *sources], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"fill.c and ordering.c do not build:\n{done.stderr}")
+        raise RuntimeError(f"fill.c, ordering.c and pace.c do not build:\n{done.stderr}")
     return made
 
 
@@ -72,6 +72,7 @@ def load(path: Path) -> ctypes.CDLL:
         "rd_ring": ((pointer, pointer, u64, u32, pointer, pointer), ctypes.c_int),
         "rd_watch": ((pointer, u64, u64, double, pointer), u64),
         "rd_stamp": ((pointer, pointer), None),
+        "rd_pace": ((pointer, pointer, pointer, u32, u32, u32, double, double, pointer), ctypes.c_int),
         "rd_torn_lines": ((pointer, u64, u64), u64),
         "rd_write_slots": ((pointer, pointer, pointer, pointer, u64, u64, u64, u64, u64, double), ctypes.c_int),
         "rd_read_slots": ((pointer, pointer, u64, pointer, pointer, u64, u64, double), u64),
