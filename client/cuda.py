@@ -19,7 +19,8 @@ from typing import Any, Final
 from railrelay.client.errors import ArgumentError, ErrorCode, RegionError, RelayError
 
 INSTALL: Final = "install railrelay[cuda]"
-BATCH_VERSION: Final = 13000  # the signature of cuMemcpyBatchAsync that gpu_copy.h declares
+BATCH_VERSION: Final = 13000  # the signatures of the batch copies that gpu_copy.h declares
+_BATCHES: Final = ("cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync")
 VERSION: Final = 12000
 IPC_BYTES: Final = 64
 GATHER_SOURCE: Final = Path(__file__).with_name("gather.cu")
@@ -74,10 +75,10 @@ def _call(name: str, *arguments: object) -> Any:  # noqa: ANN401
 
 
 def function_addresses(names: list[str]) -> list[int]:
-    """Addresses of driver functions, 0 for one that this driver lacks. CudaError if that is not the batch copy."""
+    """Addresses of driver functions, 0 for one that this driver lacks. CudaError if that is not a batch copy."""
     addresses = []
     for name in names:
-        batch = name == "cuMemcpyBatchAsync"
+        batch = name in _BATCHES
         try:
             address, _ = _call("cuGetProcAddress", name.encode(), BATCH_VERSION if batch else VERSION, 0)
         except CudaError:

@@ -31,15 +31,15 @@ KIB: Final = 1024
 _SIZE: Final = 8192
 _AHEAD: Final = 4  # matmuls that the GPU has to do while the thread waits
 _WARM_MATMULS: Final = 40
-_BUDGET_S: Final = 22.0  # of windows, all cases together
-_WINDOW_S: Final = 0.25
-_ROUNDS: Final = 4
+_BUDGET_S: Final = 24.0  # of windows, all cases together
+_WINDOW_S: Final = 0.2
+_ROUNDS: Final = 3
 _SLOTS: Final = 16
 _NUMBERS: Final = 4096
 _START_S: Final = 60.0
 _ASK_S: Final = 20.0
 _POLL_MS: Final = 50
-_WAYS: Final = ("nothing", "2D", "batch", "kernel")
+_WAYS: Final = ("nothing", "2D", "batch", "kernel", "2D overlap", "batch overlap", "hops")
 _ENDS: Final = ("query", "stream write", "event", "word copy")
 
 
@@ -73,6 +73,10 @@ CASES: Final = (
     Case("receiver's GPU, other process: 2D, a stream write a slot", "nic", "2D", "stream write", 50),
     Case("receiver's GPU, other process: 2D, an event a slot", "nic", "2D", "event", 50),
     Case("receiver's GPU, other process: 2D, a word copied a slot", "nic", "2D", "word copy", 50),
+    Case("receiver's GPU, other process: 2D, asked to overlap", "nic", "2D overlap", "event", 50),
+    Case("receiver's GPU, other process: batch of 64 KiB", "nic", "batch", "event", 50, 64 * KIB, 16),
+    Case("receiver's GPU, other process: batch, asked to overlap", "nic", "batch overlap", "event", 50, 64 * KIB, 16),
+    Case("receiver's GPU, other process: 2D by way of another GPU", "nic", "hops", "event", 50),
     Case("receiver's GPU, other process: gather kernel", "nic", "kernel", "query", 50),
 )
 
@@ -85,6 +89,8 @@ class Pacing(ctypes.Structure):
         ("gpu_word", ctypes.c_uint64),
         ("numbers", ctypes.c_uint64),
         ("number_count", ctypes.c_uint64),
+        ("batch_3d", ctypes.c_void_p),
+        ("hop", ctypes.c_uint64),
     )
 
 
@@ -178,6 +184,8 @@ class Side:
             slots_on = options.last_gpu if push else ordinal
             relay, _ = self._stack.enter_context(native.memory_on(slots_on, self._gpu, _SLOTS * fill.SLOT_BYTES))
             self._slots = relay.address
+            hop, _ = self._stack.enter_context(native.memory_on(0, self._gpu, fill.SLOT_BYTES))
+            self._hop = hop.address
             self._pages = self._gpu.alloc(self._room)
             self._gpu.fill(self._pages, 0x5A, self._room)
             self._push = push
@@ -207,7 +215,9 @@ class Side:
 
     def prepare(self, case: Case) -> bool:
         """Makes its pieces, and copies a little; whether it can be done here."""
-        if case.way == "kernel" and not self._copier.has_kernel:
+        if (case.way == "kernel" and not self._copier.has_kernel) or (
+            case.way == "2D overlap" and not self._pacing.batch_3d
+        ):
             return False
         self._made[case] = self._work(case)
         self.pace(case, time.monotonic_ns() + 20_000_000)
@@ -229,7 +239,7 @@ class Side:
         there = self._room // of_page
         chosen = np.random.default_rng(1).permutation(there)[: _SLOTS * in_slot]
         slots = len(chosen) // in_slot
-        if case.way == "batch":  # scattered: no two are a constant stride apart
+        if case.way.startswith("batch"):  # scattered: no two are a constant stride apart
             cells = np.random.default_rng(2).permutation(there * case.rows)[: slots * in_slot * case.rows]
         else:
             rows = np.arange(case.rows) * there
@@ -250,9 +260,9 @@ class Side:
         values = np.arange(1, _NUMBERS + 1, dtype=np.uint64)
         self._gpu.to_gpu(numbers, int(values.ctypes.data), values.nbytes)
         event = self._gpu.recorded(self._copier.stream)
-        (record,) = cuda.function_addresses(["cuEventRecord"])
+        record, batch_3d = cuda.function_addresses(["cuEventRecord", "cuMemcpy3DBatchAsync"])
         known = self._gpu.host_register(self._word.address, self._word.nbytes)
-        return Pacing(record, event, self._word.address, known, numbers, _NUMBERS)
+        return Pacing(record, event, self._word.address, known, numbers, _NUMBERS, batch_3d, self._hop)
 
 
 # ---- clocks and power ----

@@ -32,7 +32,24 @@ struct rg_2d { /* CUDA_MEMCPY2D */
     uint64_t width, height;
 };
 
-enum way { NOTHING, STRIDED, BATCH, KERNEL };
+struct op_operand {
+    uint32_t type;
+    uint64_t address, row_bytes, layer_rows;
+    uint32_t hint[2];
+};
+
+struct op_3d { /* CUDA_MEMCPY3D_BATCH_OP */
+    struct op_operand source, destination;
+    uint64_t width, height, depth;
+    uint32_t source_access_order, flags;
+};
+_Static_assert(sizeof(struct op_3d) == 112, "CUDA_MEMCPY3D_BATCH_OP");
+
+#define OPERAND_POINTER 1
+#define PREFER_OVERLAP 1 /* CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE */
+#define OPS_MAX 64u
+
+enum way { NOTHING, STRIDED, BATCH, KERNEL, STRIDED_OVERLAP, BATCH_OVERLAP, HOPS };
 enum end { QUERY, STREAM_WRITE, EVENT, WORD_COPY };
 
 /* What is the same in all calls. The words of `numbers` (on the GPU, number_count of them) say 1, 2, 3... */
@@ -42,6 +59,8 @@ struct rd_pacing {
     _Atomic uint64_t *word; /* host memory, and where the GPU has it */
     uint64_t gpu_word;
     uint64_t numbers, number_count;
+    rg_result (*cuMemcpy3DBatchAsync)(uint64_t count, struct op_3d *operations, unsigned long long flags, void *stream); /* or NULL */
+    uint64_t hop; /* a slot in the memory of another GPU */
 };
 
 struct rd_paced {
@@ -51,41 +70,91 @@ struct rd_paced {
     double issue_ns; /* of that, in calls */
 };
 
-/* Each slot's pieces as one strided run every `rows` pieces. */
-static rg_result copy_slot(struct rg_copier *copier, enum way way, const struct rg_piece *pieces, uint64_t count, uint32_t rows)
+static rg_result copy_2d(const struct rg_copier *copier, const struct rg_piece *piece, uint32_t rows, uint64_t source, uint64_t source_pitch)
 {
-    const struct rg_api *api = copier->api;
+    struct rg_2d copy = {.source_type = MEMORY_UNIFIED,
+                         .source = source,
+                         .source_pitch = source_pitch,
+                         .destination_type = MEMORY_UNIFIED,
+                         .destination = piece->destination,
+                         .destination_pitch = piece[1].destination - piece->destination,
+                         .width = piece->bytes,
+                         .height = rows};
+    return copier->api->cuMemcpy2DAsync(&copy, copier->stream);
+}
+
+static rg_result copy_strided(const struct rg_copier *copier, const struct rg_piece *pieces, uint64_t count, uint32_t rows)
+{
     rg_result result = 0;
-    if (way == STRIDED) {
-        for (uint64_t at = 0; at + rows <= count && !result; at += rows) {
-            struct rg_2d copy = {.source_type = MEMORY_UNIFIED,
-                                 .source = pieces[at].source,
-                                 .source_pitch = pieces[at + 1].source - pieces[at].source,
-                                 .destination_type = MEMORY_UNIFIED,
-                                 .destination = pieces[at].destination,
-                                 .destination_pitch = pieces[at + 1].destination - pieces[at].destination,
-                                 .width = pieces[at].bytes,
-                                 .height = rows};
-            result = api->cuMemcpy2DAsync(&copy, copier->stream);
-        }
-    } else if (way == BATCH && api->cuMemcpyBatchAsync) {
-        struct rg_attributes attributes = {.source_access_order = ACCESS_ORDER_STREAM};
-        uint64_t start = 0;
-        for (uint64_t i = 0; i < count; i++) {
-            copier->destinations[i] = pieces[i].destination;
-            copier->sources[i] = pieces[i].source;
-            copier->sizes[i] = pieces[i].bytes;
-        }
-        result = api->cuMemcpyBatchAsync(copier->destinations, copier->sources, copier->sizes, count, &attributes, &start, 1, copier->stream);
-    } else if (way == KERNEL && copier->kernel) {
-        struct rg_piece *list = rg_list(copier, 0);
-        for (uint64_t i = 0; i < count; i++) list[i] = pieces[i];
-        int32_t forced = copier->forced;
-        copier->forced = RG_KERNEL;
-        result = rg_copy(copier, 0, (uint32_t)count);
-        copier->forced = forced;
-    }
+    for (uint64_t at = 0; at + rows <= count && !result; at += rows)
+        result = copy_2d(copier, pieces + at, rows, pieces[at].source, pieces[at + 1].source - pieces[at].source);
     return result;
+}
+
+/* The slot, which is contiguous, to another GPU, and from there to the pages: both are copies between GPUs. */
+static rg_result copy_by_hops(const struct rg_copier *copier, uint64_t hop, const struct rg_piece *pieces, uint64_t count, uint32_t rows)
+{
+    uint64_t of_page = (uint64_t)rows * pieces->bytes;
+    rg_result result = copier->api->cuMemcpyAsync(hop, pieces->source, count / rows * of_page, copier->stream);
+    for (uint64_t at = 0; at + rows <= count && !result; at += rows)
+        result = copy_2d(copier, pieces + at, rows, hop + at / rows * of_page, pieces->bytes);
+    return result;
+}
+
+static rg_result copy_strided_overlap(const struct rg_copier *copier, const struct rd_pacing *pacing, const struct rg_piece *pieces,
+                                      uint64_t count, uint32_t rows)
+{
+    struct op_3d operations[OPS_MAX];
+    uint64_t ops = 0;
+    for (uint64_t at = 0; at + rows <= count && ops < OPS_MAX; at += rows)
+        operations[ops++] = (struct op_3d){
+            .source = {OPERAND_POINTER, pieces[at].source, pieces[at + 1].source - pieces[at].source, rows, {0, 0}},
+            .destination = {OPERAND_POINTER, pieces[at].destination, pieces[at + 1].destination - pieces[at].destination, rows, {0, 0}},
+            .width = pieces[at].bytes,
+            .height = rows,
+            .depth = 1,
+            .source_access_order = ACCESS_ORDER_STREAM,
+            .flags = PREFER_OVERLAP};
+    return pacing->cuMemcpy3DBatchAsync(ops, operations, 0, copier->stream);
+}
+
+static rg_result copy_batch(const struct rg_copier *copier, const struct rg_piece *pieces, uint64_t count, uint32_t flags)
+{
+    struct rg_attributes attributes = {.source_access_order = ACCESS_ORDER_STREAM, .flags = flags};
+    uint64_t start = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        copier->destinations[i] = pieces[i].destination;
+        copier->sources[i] = pieces[i].source;
+        copier->sizes[i] = pieces[i].bytes;
+    }
+    return copier->api->cuMemcpyBatchAsync(copier->destinations, copier->sources, copier->sizes, count, &attributes, &start, 1, copier->stream);
+}
+
+static rg_result copy_by_kernel(struct rg_copier *copier, const struct rg_piece *pieces, uint64_t count)
+{
+    struct rg_piece *list = rg_list(copier, 0);
+    int32_t forced = copier->forced;
+    for (uint64_t i = 0; i < count; i++) list[i] = pieces[i];
+    copier->forced = RG_KERNEL;
+    rg_result result = rg_copy(copier, 0, (uint32_t)count);
+    copier->forced = forced;
+    return result;
+}
+
+/* A slot's pieces are pages of `rows` pieces, each a strided run. */
+static rg_result copy_slot(struct rg_copier *copier, const struct rd_pacing *pacing, enum way way, const struct rg_piece *pieces,
+                           uint64_t count, uint32_t rows)
+{
+    switch (way) {
+    case STRIDED: return copy_strided(copier, pieces, count, rows);
+    case BATCH: return copy_batch(copier, pieces, count, 0);
+    case KERNEL: return copy_by_kernel(copier, pieces, count);
+    case STRIDED_OVERLAP: return copy_strided_overlap(copier, pacing, pieces, count, rows);
+    case BATCH_OVERLAP: return copy_batch(copier, pieces, count, PREFER_OVERLAP);
+    case HOPS: return copy_by_hops(copier, pacing->hop, pieces, count, rows);
+    case NOTHING: break;
+    }
+    return 0;
 }
 
 static rg_result end_slot(const struct rg_copier *copier, const struct rd_pacing *pacing, enum end end, uint64_t number)
@@ -125,7 +194,7 @@ rg_result rd_pace(struct rg_copier *copier, const struct rd_slots *slots, const 
         while ((now = rd_now_ns()) < due) rd_pause();
         double slot_ns = (double)bytes / bytes_per_ns;
         due = (now - due > slot_ns ? now : due) + slot_ns;
-        result = copy_slot(copier, (enum way)way, pieces, count, rows);
+        result = copy_slot(copier, pacing, (enum way)way, pieces, count, rows);
         if (!result) result = end_slot(copier, pacing, (enum end)end, number);
         double issued = rd_now_ns();
         while (!result && (result = has_ended(copier, pacing, (enum end)end, number)) == NOT_READY) {
