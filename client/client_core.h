@@ -74,6 +74,7 @@ struct rc_pages {
     int64_t *source_pages, *destination_pages;
     uint64_t source_stride, destination_stride, piece_bytes;
     uint32_t row_count, page_count;
+    uint32_t *page_ends; /* where a GPU copies: index after the last page at the same distance on both sides; else NULL */
 };
 
 struct rc_submission;
@@ -91,6 +92,7 @@ struct rc_part {
     const struct rc_block *blocks; /* list of blocks */
     uint64_t block_count, block_at, block_offset;
     const uint32_t *row_indices; /* or rows of pages */
+    const uint32_t *row_ends;    /* by place in row_indices: as page_ends */
     uint32_t row_count, row_at, page_at;
     int exhausted, stalled;
     uint64_t stalled_since_ns;
@@ -143,7 +145,7 @@ struct rc_submission {
     uint32_t slices, parts_left;
     struct rc_block *blocks;
     struct rc_pages pages;
-    uint32_t *row_indices;
+    uint32_t *row_indices, *row_ends;
     struct rc_part *parts;
     uint32_t part_count;
     uint32_t *used; /* indices of its regions, then of its remotes */
@@ -154,7 +156,7 @@ struct rc_submission {
 /* What cuda.py prepares for a copier: see struct rg_copier. */
 struct rc_copier_facts {
     void *stream, *kernel, *lists;
-    uint32_t list_count, list_pieces, thread_blocks;
+    uint32_t list_count, list_runs, thread_blocks;
     int32_t forced;
     uint64_t base, doorbell;          /* addresses for the GPU */
     uint64_t scratch, scratch_target; /* RG_CALIBRATION_BYTES each, to measure costs with */

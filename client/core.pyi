@@ -97,7 +97,7 @@ class ClientCore:
         kernel: int,
         lists: int,
         list_count: int,
-        list_pieces: int,
+        list_runs: int,
         thread_blocks: int,
         forced: int,
         base: int,

@@ -48,7 +48,7 @@ cdef extern from "client_core.h" nogil:
         uint64_t *pieces
         uint64_t *bytes
     struct rg_costs:
-        double strided_ns, row_ns, batched_ns, kernel_ns, engine_rate, kernel_rate, nic_rate
+        double strided_ns, row_ns, batched_ns, kernel_ns, kernel_piece_ns, engine_rate, kernel_rate, nic_rate
     struct rg_copier:
         rg_counters counters
         rg_costs costs
@@ -56,7 +56,7 @@ cdef extern from "client_core.h" nogil:
         void *stream
         void *kernel
         void *lists
-        uint32_t list_count, list_pieces, thread_blocks
+        uint32_t list_count, list_runs, thread_blocks
         int32_t forced
         uint64_t base, doorbell, scratch, scratch_target
         double nic_rate
@@ -445,13 +445,13 @@ cdef class ClientCore:
         check(rc_use_gpu(self.core, addresses, len(functions), <void *> context, hang_up_fd), "GPU")
 
     def set_copier(self, int rail, *, bint bounce, uintptr_t stream, uintptr_t kernel, uintptr_t lists, uint32_t list_count,
-                   uint32_t list_pieces, uint32_t thread_blocks, int32_t forced, uint64_t base, uint64_t doorbell, scratch,
+                   uint32_t list_runs, uint32_t thread_blocks, int32_t forced, uint64_t base, uint64_t doorbell, scratch,
                    double nic_rate):
         cdef rc_copier_facts facts
         cdef int status
         self.here()
         facts.stream, facts.kernel, facts.lists = <void *> stream, <void *> kernel, <void *> lists
-        facts.list_count, facts.list_pieces, facts.thread_blocks, facts.forced = list_count, list_pieces, thread_blocks, forced
+        facts.list_count, facts.list_runs, facts.thread_blocks, facts.forced = list_count, list_runs, thread_blocks, forced
         facts.base, facts.doorbell = base, doorbell
         facts.scratch, facts.scratch_target = scratch
         facts.nic_rate = nic_rate

@@ -35,16 +35,16 @@ struct rg_attributes {
     uint32_t flags;
 };
 _Static_assert(sizeof(struct rg_attributes) == 24, "CUmemcpyAttributes");
-_Static_assert(sizeof(struct rg_piece) == 24, "gather.cu reads the same");
+_Static_assert(sizeof(struct rg_run) == 48, "gather.cu reads the same");
 
 int rg_open(struct rg_copier *copier, const struct rg_api *api, void *context, void *stream, void *kernel, void *lists, uint32_t list_count,
-            uint32_t list_pieces)
+            uint32_t list_runs)
 {
     memset(copier, 0, sizeof *copier);
-    copier->destinations = calloc(list_pieces, 3 * sizeof(uint64_t));
+    copier->destinations = calloc(RG_BATCH_PIECES, 3 * sizeof(uint64_t));
     if (!copier->destinations) return -ENOMEM;
-    copier->sources = copier->destinations + list_pieces;
-    copier->sizes = copier->sources + list_pieces;
+    copier->sources = copier->destinations + RG_BATCH_PIECES;
+    copier->sizes = copier->sources + RG_BATCH_PIECES;
     copier->api = api;
     copier->context = context;
     copier->stream = stream;
@@ -53,9 +53,9 @@ int rg_open(struct rg_copier *copier, const struct rg_api *api, void *context, v
     copier->forced = -1;
     copier->lists = lists;
     copier->list_count = list_count;
-    copier->list_pieces = list_pieces;
+    copier->list_runs = list_runs;
     /* Until rg_calibrate: two H200 joined by NVLink, driver 580. */
-    copier->costs = (struct rg_costs){2200, 4, 550, 4000, 340, 160, 50};
+    copier->costs = (struct rg_costs){2200, 4, 550, 4000, 2, 340, 160, 50};
     return 0;
 }
 
@@ -67,116 +67,131 @@ void rg_close(struct rg_copier *copier)
 
 rg_result rg_enter(const struct rg_copier *copier) { return copier->api->cuCtxSetCurrent(copier->context); }
 
-struct rg_piece *rg_list(const struct rg_copier *copier, uint32_t list) { return copier->lists + (size_t)list * copier->list_pieces; }
+static struct rg_run *runs_of(const struct rg_copier *copier, uint32_t list) { return copier->lists + (size_t)list * copier->list_runs; }
 
-static void count(struct rg_copier *copier, enum rg_way way, uint64_t pieces, uint64_t bytes)
+struct rg_listing rg_list(const struct rg_copier *copier, uint32_t list) { return (struct rg_listing){runs_of(copier, list), 0, copier->list_runs}; }
+
+static void count(struct rg_copier *copier, enum rg_way way, uint64_t operations, uint64_t pieces, uint64_t bytes)
 {
-    copier->counters.operations[way]++;
+    copier->counters.operations[way] += operations;
     copier->counters.pieces[way] += pieces;
     copier->counters.bytes[way] += bytes;
 }
 
 /* ---- the three ways ---- */
 
-static rg_result copy_strided(struct rg_copier *copier, const struct rg_piece *first, uint32_t rows)
+static rg_result copy_strided(struct rg_copier *copier, const struct rg_run *run)
 {
     struct rg_2d copy = {.source_type = MEMORY_UNIFIED,
-                         .source = first[0].source,
-                         .source_pitch = first[1].source - first[0].source,
+                         .source = run->source,
+                         .source_pitch = run->source_step,
                          .destination_type = MEMORY_UNIFIED,
-                         .destination = first[0].destination,
-                         .destination_pitch = first[1].destination - first[0].destination,
-                         .width = first[0].bytes,
-                         .height = rows};
-    count(copier, RG_STRIDED, rows, (uint64_t)rows * first[0].bytes);
+                         .destination = run->destination,
+                         .destination_pitch = run->destination_step,
+                         .width = run->bytes,
+                         .height = run->rows};
+    count(copier, RG_STRIDED, 1, run->rows, (uint64_t)run->rows * run->bytes);
     return copier->api->cuMemcpy2DAsync(&copy, copier->stream);
 }
 
-rg_result rg_copy_each(const struct rg_copier *copier, const struct rg_piece *pieces, uint32_t piece_count)
+rg_result rg_copy_each(const struct rg_copier *copier, const struct rg_run *runs, uint32_t run_count)
 {
     rg_result result = 0;
-    for (uint32_t i = 0; i < piece_count && !result; i++)
-        result = copier->api->cuMemcpyAsync(pieces[i].destination, pieces[i].source, pieces[i].bytes, copier->stream);
+    for (const struct rg_run *run = runs; run < runs + run_count; run++)
+        for (uint64_t i = 0; i < run->rows && !result; i++)
+            result = copier->api->cuMemcpyAsync(run->destination + i * run->destination_step, run->source + i * run->source_step, run->bytes,
+                                                copier->stream);
     return result;
 }
 
-static rg_result copy_batch(struct rg_copier *copier, const struct rg_piece *pieces, uint32_t piece_count, uint64_t bytes)
+static rg_result flush_batch(const struct rg_copier *copier, uint64_t piece_count)
 {
-    const struct rg_api *api = copier->api;
-    count(copier, RG_BATCH, piece_count, bytes);
-    if (piece_count < 3 || !api->cuMemcpyBatchAsync) return rg_copy_each(copier, pieces, piece_count);
-    for (uint32_t i = 0; i < piece_count; i++) {
-        copier->destinations[i] = pieces[i].destination;
-        copier->sources[i] = pieces[i].source;
-        copier->sizes[i] = pieces[i].bytes;
-    }
     struct rg_attributes attributes = {.source_access_order = ACCESS_ORDER_STREAM};
     uint64_t start = 0;
-    return api->cuMemcpyBatchAsync(copier->destinations, copier->sources, copier->sizes, piece_count, &attributes, &start, 1, copier->stream);
+    return copier->api->cuMemcpyBatchAsync(copier->destinations, copier->sources, copier->sizes, piece_count, &attributes, &start, 1, copier->stream);
 }
 
-static rg_result copy_by_kernel(struct rg_copier *copier, const struct rg_piece *pieces, uint32_t piece_count, uint64_t bytes)
+static rg_result copy_batch(struct rg_copier *copier, const struct rg_run *runs, uint32_t run_count, uint64_t piece_count, uint64_t bytes)
+{
+    int each = piece_count < 3 || !copier->api->cuMemcpyBatchAsync;
+    count(copier, RG_BATCH, each ? 1 : (piece_count + RG_BATCH_PIECES - 1) / RG_BATCH_PIECES, piece_count, bytes);
+    if (each) return rg_copy_each(copier, runs, run_count);
+    rg_result result = 0;
+    uint32_t filled = 0;
+    for (const struct rg_run *run = runs; run < runs + run_count; run++)
+        for (uint64_t i = 0; i < run->rows && !result; i++) {
+            copier->destinations[filled] = run->destination + i * run->destination_step;
+            copier->sources[filled] = run->source + i * run->source_step;
+            copier->sizes[filled++] = run->bytes;
+            if (filled < RG_BATCH_PIECES) continue;
+            result = flush_batch(copier, filled);
+            filled = 0;
+        }
+    return result || !filled ? result : flush_batch(copier, filled);
+}
+
+static rg_result copy_by_kernel(struct rg_copier *copier, struct rg_run *runs, uint32_t run_count, uint32_t piece_count, uint64_t bytes)
 {
     uint32_t lanes = bytes / piece_count < 512 ? 16 : 32; /* threads of one piece: 16 bytes each at a time */
-    uint64_t list = (uint64_t)(uintptr_t)pieces;
-    void *parameters[] = {&list, &piece_count, &lanes};
-    count(copier, RG_KERNEL, piece_count, bytes);
+    uint64_t list = (uint64_t)(uintptr_t)runs;
+    void *parameters[] = {&list, &run_count, &piece_count, &lanes};
+    for (uint32_t i = 0, first = 0; i < run_count; first += runs[i++].rows) runs[i].first = first;
+    count(copier, RG_KERNEL, 1, piece_count, bytes);
     return copier->api->cuLaunchKernel(copier->kernel, copier->thread_blocks, 1, 1, BLOCK_THREADS, 1, 1, 0, copier->stream, parameters, NULL);
 }
 
 /* ---- the choice ---- */
 
-/* How many pieces from here on are equal and at constant distances on both sides. */
-static uint32_t strided_run(const struct rg_piece *pieces, uint32_t piece_count)
+static int may_be_strided(const struct rg_run *run)
 {
-    if (piece_count < 2) return piece_count;
-    uint64_t source_step = pieces[1].source - pieces[0].source, destination_step = pieces[1].destination - pieces[0].destination;
-    if (source_step < pieces[0].bytes || destination_step < pieces[0].bytes || source_step > PITCH_MAX || destination_step > PITCH_MAX) return 1;
-    uint32_t rows = 1;
-    while (rows < piece_count && pieces[rows].bytes == pieces[0].bytes && pieces[rows].source - pieces[rows - 1].source == source_step &&
-           pieces[rows].destination - pieces[rows - 1].destination == destination_step)
-        rows++;
-    return rows;
+    return run->rows >= ROWS_MIN && run->source_step >= run->bytes && run->destination_step >= run->bytes && run->source_step <= PITCH_MAX &&
+           run->destination_step <= PITCH_MAX;
 }
 
-static int strided_keeps_up(const struct rg_copier *copier, uint32_t rows, uint64_t bytes)
+/* Without the launch, which the whole list shares. */
+static double kernel_ns(const struct rg_costs *costs, uint64_t pieces, uint64_t bytes)
+{
+    return (double)pieces * costs->kernel_piece_ns + (double)bytes / costs->kernel_rate;
+}
+
+/* The copy engine takes no multiprocessors from the model: it has what it moves as fast as the NIC, or as the kernel. */
+static int strided_keeps_up(const struct rg_copier *copier, const struct rg_run *run)
 {
     const struct rg_costs *costs = &copier->costs;
     if (copier->forced >= 0) return copier->forced == RG_STRIDED;
-    double strided = costs->strided_ns + rows * costs->row_ns + (double)bytes / costs->engine_rate;
-    if (strided <= (double)bytes / (costs->nic_rate > 0 ? costs->nic_rate : costs->kernel_rate)) return 1;
-    return !copier->kernel && strided < rows * costs->batched_ns;
+    uint64_t bytes = (uint64_t)run->rows * run->bytes;
+    double strided = costs->strided_ns + run->rows * costs->row_ns + (double)bytes / costs->engine_rate;
+    if (costs->nic_rate > 0 && strided <= (double)bytes / costs->nic_rate) return 1;
+    return strided < (copier->kernel ? kernel_ns(costs, run->rows, bytes) : run->rows * costs->batched_ns);
 }
 
-static int batch_keeps_up(const struct rg_copier *copier, uint32_t piece_count, uint64_t bytes)
+static int batch_keeps_up(const struct rg_copier *copier, uint64_t piece_count, uint64_t bytes)
 {
     const struct rg_costs *costs = &copier->costs;
     if (!copier->kernel) return 1;
     if (copier->forced >= 0) return copier->forced != RG_KERNEL;
-    double batch = piece_count * costs->batched_ns, kernel = costs->kernel_ns + (double)bytes / costs->kernel_rate;
-    return batch <= kernel || (costs->nic_rate > 0 && batch <= (double)bytes / costs->nic_rate);
+    double batch = (double)piece_count * costs->batched_ns;
+    return batch <= costs->kernel_ns + kernel_ns(costs, piece_count, bytes) || (costs->nic_rate > 0 && batch <= (double)bytes / costs->nic_rate);
 }
 
-rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t piece_count)
+rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t run_count)
 {
-    struct rg_piece *pieces = rg_list(copier, list);
+    struct rg_run *runs = runs_of(copier, list);
     uint32_t rest = 0;
-    uint64_t rest_bytes = 0;
-    for (uint32_t at = 0, rows; at < piece_count; at += rows) {
-        rows = strided_run(pieces + at, piece_count - at);
-        uint64_t bytes = (uint64_t)rows * pieces[at].bytes;
-        if (rows >= ROWS_MIN && strided_keeps_up(copier, rows, bytes)) {
-            rg_result result = copy_strided(copier, pieces + at, rows);
+    uint64_t rest_pieces = 0, rest_bytes = 0;
+    for (uint32_t at = 0; at < run_count; at++) {
+        if (may_be_strided(&runs[at]) && strided_keeps_up(copier, &runs[at])) {
+            rg_result result = copy_strided(copier, &runs[at]);
             if (result) return result;
             continue;
         }
-        if (rest != at) memmove(pieces + rest, pieces + at, rows * sizeof *pieces);
-        rest += rows;
-        rest_bytes += bytes;
+        rest_pieces += runs[at].rows;
+        rest_bytes += (uint64_t)runs[at].rows * runs[at].bytes;
+        if (rest++ != at) runs[rest - 1] = runs[at];
     }
     if (!rest) return 0;
-    if (batch_keeps_up(copier, rest, rest_bytes)) return copy_batch(copier, pieces, rest, rest_bytes);
-    return copy_by_kernel(copier, pieces, rest, rest_bytes);
+    if (batch_keeps_up(copier, rest_pieces, rest_bytes)) return copy_batch(copier, runs, rest, rest_pieces, rest_bytes);
+    return copy_by_kernel(copier, runs, rest, (uint32_t)rest_pieces, rest_bytes);
 }
 
 rg_result rg_signal(struct rg_copier *copier, uint64_t address, uint64_t value)
@@ -198,7 +213,7 @@ struct measured {
     double ns; /* best of three */
 };
 
-/* rounds times: pieces of piece_bytes in runs of `rows`, by one way. */
+/* Pieces of piece_bytes in runs of `rows`, by one way. */
 static struct measured measure(struct rg_copier *copier, enum rg_way way, uint64_t source, uint64_t destination, uint32_t piece_count,
                                uint32_t piece_bytes, uint32_t rows)
 {
@@ -206,13 +221,14 @@ static struct measured measure(struct rg_copier *copier, enum rg_way way, uint64
     int32_t forced = copier->forced;
     copier->forced = (int32_t)way;
     for (int round = 0; round < 4 && !best.result; round++) { /* the first one warms up */
-        struct rg_piece *pieces = rg_list(copier, 0);
-        for (uint32_t i = 0; i < piece_count; i++) {
-            uint64_t at = rows ? (uint64_t)i * piece_bytes + i / rows * 256ull : 2ull * i * piece_bytes; /* a gap ends a run */
-            pieces[i] = (struct rg_piece){source + at, destination + at, piece_bytes, 0};
+        struct rg_run *runs = runs_of(copier, 0);
+        uint32_t run_count = piece_count / rows;
+        for (uint32_t i = 0; i < run_count; i++) {
+            uint64_t at = (uint64_t)i * rows * piece_bytes;
+            runs[i] = (struct rg_run){source + 2 * at, destination + at, 2ull * piece_bytes, piece_bytes, piece_bytes, rows, 0, 0};
         }
         double begin = now_ns();
-        best.result = rg_copy(copier, 0, piece_count);
+        best.result = rg_copy(copier, 0, run_count);
         if (!best.result) best.result = copier->api->cuStreamSynchronize(copier->stream);
         double taken = now_ns() - begin;
         if (round == 1 || taken < best.ns) best.ns = taken;
@@ -233,14 +249,14 @@ rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t desti
     struct rg_costs *costs = &copier->costs;
     struct rg_counters counters = copier->counters;
     costs->nic_rate = nic_rate;
-    if (copier->list_pieces < 512) return 0;
+    if (copier->list_runs < 512) return 0;
     rg_result entered = rg_enter(copier);
     if (entered) return entered;
     struct measured one = measure(copier, RG_STRIDED, source, destination, 16, 256, 16);
     struct measured many = measure(copier, RG_STRIDED, source, destination, 512, 256, 16);
     struct measured tall = measure(copier, RG_STRIDED, source, destination, 512, 256, 512);
-    struct measured few = measure(copier, RG_BATCH, source, destination, 4, 256, 0);
-    struct measured batch = measure(copier, RG_BATCH, source, destination, 512, 256, 0);
+    struct measured few = measure(copier, RG_BATCH, source, destination, 4, 256, 1);
+    struct measured batch = measure(copier, RG_BATCH, source, destination, 512, 256, 1);
     rg_result result = one.result;
     keep_first(&result, many);
     keep_first(&result, tall);
@@ -252,11 +268,17 @@ rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t desti
         costs->batched_ns = at_least((batch.ns - few.ns) / 508, 20);
     }
     if (!result && copier->kernel) {
-        struct measured empty = measure(copier, RG_KERNEL, source, destination, 4, 256, 0);
-        struct measured full = measure(copier, RG_KERNEL, source, destination, RG_CALIBRATION_BYTES / 2 / 4096, 4096, 0);
+        const uint32_t bytes = RG_CALIBRATION_BYTES / 2, large = bytes / 4096, small = bytes / 256;
+        struct measured empty = measure(copier, RG_KERNEL, source, destination, 4, 256, 1);
+        struct measured full = measure(copier, RG_KERNEL, source, destination, large, 4096, 1);
+        struct measured fine = measure(copier, RG_KERNEL, source, destination, small, 256, 16);
         result = empty.result;
         keep_first(&result, full);
-        if (!result) costs->kernel_rate = RG_CALIBRATION_BYTES / 2 / at_least(full.ns - empty.ns, 1);
+        keep_first(&result, fine);
+        if (!result) {
+            costs->kernel_piece_ns = at_least((fine.ns - full.ns) / (small - large), 0.01);
+            costs->kernel_rate = bytes / at_least(full.ns - empty.ns - large * costs->kernel_piece_ns, 1);
+        }
     }
     copier->counters = counters;
     return result;

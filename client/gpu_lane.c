@@ -46,7 +46,7 @@ static struct rg_copier *new_copier(struct rc_core *core, const struct rc_copier
 {
     struct rg_copier *copier = malloc(sizeof *copier);
     if (!copier) return NULL;
-    if (rg_open(copier, &core->gpu, core->gpu_context, facts->stream, facts->kernel, facts->lists, facts->list_count, facts->list_pieces)) {
+    if (rg_open(copier, &core->gpu, core->gpu_context, facts->stream, facts->kernel, facts->lists, facts->list_count, facts->list_runs)) {
         free(copier);
         return NULL;
     }
@@ -129,75 +129,97 @@ void rc_close_copiers(struct rc_core *core)
 
 /* ---- filling ---- */
 
-/* A slot that is being listed: its pieces for the copier, and its table. */
-struct listing {
-    struct rg_piece *pieces;
+/* A slot that is being listed: its runs for the copier, and its table. */
+struct slot_listing {
+    struct rg_listing runs;
     struct rr_block *table;
-    uint64_t base, limit, at, bytes;
-    uint32_t count, pieces_max, entries, entries_max;
+    uint64_t base, limit, end, bytes; /* end: of what is in the slot */
+    uint32_t entries, entries_max;
 };
 
-/* Whole pieces, or the part of one that the slot has room for; how many bytes of it, 0 if the slot is full. */
-static inline uint64_t list_piece(struct listing *l, uint64_t source, uint64_t destination, uint64_t length, uint32_t remote)
+static inline uint64_t packed(uint64_t at) { return (at + RR_PACK_BYTES - 1) & ~(uint64_t)(RR_PACK_BYTES - 1); }
+
+/* Whether a piece goes on at the destination where the last entry ends; it then does in the slot too, unpacked. */
+static inline int joins(const struct slot_listing *l, uint64_t destination, uint32_t remote)
 {
-    if (l->at >= l->limit || l->count == l->pieces_max) return 0;
-    uint64_t take = length < l->limit - l->at ? length : l->limit - l->at;
-    struct rr_block *last = l->entries ? &l->table[l->entries - 1] : NULL;
-    int joins = last && last->destination + last->length == destination && last->source + last->length == l->at && last->remote_region == remote;
-    if (!joins && l->entries == l->entries_max) return 0;
-    struct rg_piece *before = l->count ? &l->pieces[l->count - 1] : NULL;
-    if (before && before->source + before->bytes == source && before->destination + before->bytes == l->base + l->at)
-        before->bytes += (uint32_t)take;
+    const struct rr_block *last = l->entries ? &l->table[l->entries - 1] : NULL;
+    return last && last->destination + last->length == destination && last->remote_region == remote;
+}
+
+/* A piece, or the part of it that the slot has room for; how many bytes of it, 0 if the slot is full. */
+static uint64_t list_piece(struct slot_listing *l, uint64_t source, uint64_t destination, uint64_t length, uint32_t remote)
+{
+    int joined = joins(l, destination, remote);
+    uint64_t at = joined ? l->end : packed(l->end);
+    if (at >= l->limit || (!joined && l->entries == l->entries_max)) return 0;
+    uint64_t take = length < l->limit - at ? length : l->limit - at;
+    if (!rg_add(&l->runs, (struct rg_run){source, l->base + at, 0, 0, (uint32_t)take, 1, 0, 0})) return 0;
+    if (joined)
+        l->table[l->entries - 1].length += (uint32_t)take;
     else
-        l->pieces[l->count++] = (struct rg_piece){source, l->base + l->at, (uint32_t)take, 0};
-    if (joins)
-        last->length += (uint32_t)take;
-    else
-        l->table[l->entries++] = (struct rr_block){l->at, destination, (uint32_t)take, 0, remote, 0};
+        l->table[l->entries++] = (struct rr_block){at, destination, (uint32_t)take, 0, remote, 0};
     l->bytes += take;
-    l->at = (l->at + take + RR_PACK_BYTES - 1) & ~(uint64_t)(RR_PACK_BYTES - 1);
+    l->end = at + take;
     return take;
 }
 
-/* The rows of the page that the part has come to; 0 when the slot is full. Millions of short pieces go this way. */
-static int list_rows_of_page(struct listing *l, struct rc_part *part)
+/* As many whole pieces of the run as fit; how many. Where they join at the destination, how many there are costs nothing. */
+static uint32_t list_run(struct slot_listing *l, const struct rc_run *run)
 {
-    const struct rc_pages *pages = &part->submission->pages;
-    const uint64_t length = pages->piece_bytes;
-    const uint64_t from = (uint64_t)pages->source_pages[part->page_at] * pages->source_stride;
-    const uint64_t to = (uint64_t)pages->destination_pages[part->page_at] * pages->destination_stride;
-    uint32_t r = part->row_at;
-    uint64_t take = length;
-    for (; r < part->row_count; r++) {
-        const struct rc_row *row = &pages->rows[part->row_indices[r]];
-        take = list_piece(l, row->source + from, row->destination + to, length, row->remote);
-        if (take < length) break;
-    }
-    part->bytes_left -= (uint64_t)(r - part->row_at) * length + (r < part->row_count ? take : 0);
-    part->block_offset = r < part->row_count ? take : 0;
-    part->row_at = r == part->row_count ? 0 : r;
-    part->page_at += r == part->row_count;
-    return r == part->row_count;
+    const struct rc_piece *first = &run->first;
+    int join_each_other = run->destination_step == first->length, joined = joins(l, first->destination, first->remote);
+    uint64_t step = join_each_other ? first->length : packed(first->length), at = joined ? l->end : packed(l->end);
+    if (at >= l->limit || first->length > l->limit - at) return 0;
+    if (joined && !join_each_other && at != packed(at)) return 0; /* the second one is at another distance: as single pieces */
+    uint64_t room = (l->limit - at - first->length) / step + 1;
+    uint32_t entries_left = l->entries_max - l->entries, count = run->count < room ? run->count : (uint32_t)room;
+    if (join_each_other && !joined && !entries_left) return 0;
+    if (!join_each_other && count > entries_left + (uint32_t)joined) count = entries_left + (uint32_t)joined;
+    if (!count || !rg_add(&l->runs, (struct rg_run){first->source, l->base + at, run->source_step, step, (uint32_t)first->length, count, 0, 0}))
+        return 0;
+    uint64_t bytes = count * first->length, length = join_each_other ? bytes : first->length;
+    if (joined)
+        l->table[l->entries - 1].length += (uint32_t)length;
+    else
+        l->table[l->entries++] = (struct rr_block){at, first->destination, (uint32_t)length, 0, first->remote, 0};
+    for (uint32_t i = 1; i < count && !join_each_other; i++)
+        l->table[l->entries++] = (struct rr_block){at + i * step, first->destination + i * run->destination_step, (uint32_t)length, 0, first->remote, 0};
+    l->bytes += bytes;
+    l->end = at + (count - 1) * step + first->length;
+    return count;
 }
 
-/* Writes the slot's table and lists its pieces for the copier; returns how many entries. */
+/* Writes the slot's table and lists its pieces for the copier; returns how many runs those are. */
 static uint32_t list_pieces(struct rc_part *part, struct rg_copier *copier, uint32_t slot, uint64_t base, struct rr_block *table, uint64_t limit,
-                            uint64_t *filled, uint32_t *piece_count)
+                            uint64_t *filled, uint32_t *entries)
 {
-    struct listing l = {rg_list(copier, slot), table, base, limit, 0, 0, 0, copier->list_pieces, 0, part->entries_max};
+    struct slot_listing l = {rg_list(copier, slot), table, base, limit, 0, 0, 0, part->entries_max};
+    struct rc_run run;
     struct rc_piece piece;
-    while (rc_peek_piece(part, &piece)) {
-        if (part->by_page && !part->block_offset) {
-            if (!list_rows_of_page(&l, part)) break;
-            continue;
+    for (;;) {
+        if (rc_peek_run(part, &run) && run.count > 1) {
+            uint32_t taken = list_run(&l, &run);
+            if (taken) {
+                rc_take_run(part, taken);
+                continue;
+            }
         }
+        if (!rc_peek_piece(part, &piece)) break;
         uint64_t take = list_piece(&l, piece.source, piece.destination, piece.length, piece.remote);
         if (!take) break;
         rc_take_piece(part, take, piece.length);
     }
     *filled = l.bytes;
-    *piece_count = l.count;
-    return l.entries;
+    *entries = l.entries;
+    return l.runs.count;
+}
+
+static void copy_by_cpu(const struct rg_run *runs, uint32_t count)
+{
+    for (const struct rg_run *run = runs; run < runs + count; run++)
+        for (uint64_t i = 0; i < run->rows; i++)
+            memcpy((void *)(uintptr_t)(run->destination + i * run->destination_step), (const void *)(uintptr_t)(run->source + i * run->source_step),
+                   run->bytes);
 }
 
 void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, uint64_t limit)
@@ -207,15 +229,12 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
     uint64_t began_ns = rr_now_ns();
     size_t at = (size_t)part->local_rail * core->facts.slots + slot;
     uint64_t offset = (uint64_t)slot * core->facts.slot_bytes, bytes;
-    uint32_t count;
+    uint32_t entries;
     int by_cpu = !part->on_gpu && lane->memory; /* host memory, and no GPU need touch it */
     uint64_t base = by_cpu ? (uint64_t)(uintptr_t)lane->memory + offset : lane->gpu_base + offset;
-    uint32_t entries = list_pieces(part, copier, slot, base, core->slot_tables + at * core->facts.table_entries, limit, &bytes, &count);
-    if (by_cpu) {
-        const struct rg_piece *pieces = rg_list(copier, slot);
-        for (uint32_t i = 0; i < count; i++)
-            memcpy((void *)(uintptr_t)pieces[i].destination, (const void *)(uintptr_t)pieces[i].source, pieces[i].bytes);
-    }
+    uint32_t count = list_pieces(part, copier, slot, base, core->slot_tables + at * core->facts.table_entries, limit, &bytes, &entries);
+    const struct rg_run *runs = rg_list(copier, slot).runs;
+    if (by_cpu) copy_by_cpu(runs, count);
     rc_describe(&core->slot_heads[at], part, entries, bytes);
     rr_fetch_add_u64(&core->counters.slots, 1);
     rr_fetch_add_u64(&core->counters.copied_bytes, bytes);
@@ -224,7 +243,7 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
     rc_wake_rail(core, part->local_rail);
     rg_result result = rg_enter(copier);
     if (!result && part->on_gpu) result = rg_copy(copier, slot, count);
-    if (!result && !part->on_gpu && !by_cpu) result = rg_copy_each(copier, rg_list(copier, slot), count);
+    if (!result && !part->on_gpu && !by_cpu) result = rg_copy_each(copier, runs, count);
     rc_tell_times(&core->slot_times[at], began_ns);
     if (!result) result = rg_signal(copier, lane->gpu_doorbell, ++lane->producer.doorbell);
     rr_store_release_u64(&part->copied_at, lane->producer.doorbell);
@@ -234,6 +253,7 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
 /* ---- the local route ---- */
 
 #define LOCAL_CHUNK_BYTES (8ull << 20)
+#define LOCAL_CALLS 8192u /* of a chunk, where each piece is a call */
 
 /* Without the word nothing was enqueued yet, or nothing runs any more. */
 static uint64_t local_copied(const struct rc_core *core)
@@ -273,26 +293,43 @@ int rc_copy_chunk_by_gpu(struct rc_core *core, struct rc_part *part)
     struct rg_copier *copier = core->local_copier;
     if (rr_load_acquire_u32(&core->gpu_failure)) return RC_LOCAL_WAITS; /* the next round ends everything */
     if (core->local_enqueued - local_copied(core) >= copier->list_count) return RC_LOCAL_WAITS;
-    uint32_t list = (uint32_t)(core->local_enqueued % copier->list_count), count = 0, region = RR_NONE;
-    struct rg_piece *pieces = rg_list(copier, list);
+    uint32_t list = (uint32_t)(core->local_enqueued % copier->list_count), region = RR_NONE;
+    int on_gpus = part->on_gpu && part->to_gpu;
+    struct rg_listing listing = rg_list(copier, list);
     uint64_t left = LOCAL_CHUNK_BYTES, base = 0;
-    struct rc_piece piece;
+    uint32_t calls_left = on_gpus ? UINT32_MAX : LOCAL_CALLS;
+    struct rc_run run;
     rg_result result = rg_enter(copier);
     /* Held until all is enqueued: whoever takes a mapping away then waits for the GPU. */
     pthread_rwlock_rdlock(&core->mappings_lock);
-    while (left && count < copier->list_pieces && rc_peek_piece(part, &piece)) {
-        if (piece.remote != region) {
-            region = piece.remote;
+    while (left && calls_left) {
+        int whole = rc_peek_run(part, &run);
+        if (!whole) {
+            run = (struct rc_run){.count = 1};
+            if (!rc_peek_piece(part, &run.first)) break;
+        }
+        const struct rc_piece *first = &run.first;
+        if (first->remote != region) {
+            region = first->remote;
             base = (uint64_t)(uintptr_t)core->mappings[region].base;
             if (!base) break;
         }
-        uint64_t take = piece.length < left ? piece.length : left;
-        pieces[count++] = (struct rg_piece){piece.source, base + piece.destination, (uint32_t)take, 0};
-        left -= take;
-        rc_take_piece(part, take, piece.length);
+        uint64_t bytes = first->length < left ? first->length : left, count = left / bytes;
+        count = count < run.count ? count : run.count;
+        count = count < calls_left ? count : calls_left;
+        if (!rg_add(&listing, (struct rg_run){first->source, base + first->destination, run.source_step, run.destination_step, (uint32_t)bytes,
+                                              (uint32_t)count, 0, 0}))
+            break;
+        left -= count * bytes;
+        calls_left -= (uint32_t)count;
+        if (whole && bytes == first->length)
+            rc_take_run(part, (uint32_t)count);
+        else
+            rc_take_piece(part, bytes, first->length);
     }
+    uint32_t count = listing.count;
     int gone = region != RR_NONE && !base;
-    if (!result && count) result = part->on_gpu && part->to_gpu ? rg_copy(copier, list, count) : rg_copy_each(copier, pieces, count);
+    if (!result && count) result = on_gpus ? rg_copy(copier, list, count) : rg_copy_each(copier, listing.runs, count);
     if (!result && count) {
         rr_store_release_u64(&core->local_enqueued, core->local_enqueued + 1);
         rr_store_release_u64(&part->copied_at, core->local_enqueued);

@@ -19,10 +19,10 @@ from railrelay.client.transfer import core_errors
 
 log = logging.getLogger(__name__)
 
-LIST_PIECES: Final = 8192  # of one slot; a slot closes earlier if it has more
+LIST_RUNS: Final = 8192  # of one slot; a slot closes earlier if it has more
 LOCAL_LISTS: Final = 16
 LOCAL_BLOCKS: Final = 2  # times the thread blocks: no NIC sets the pace of the local route
-PIECE_BYTES: Final = 24
+RUN_BYTES: Final = 48
 SCRATCH_BYTES: Final = 1 << 20
 THREAD_BLOCKS_MAX: Final = 1024
 GBIT_BYTES: Final = 0.125  # a nanosecond, at one Gbit/s
@@ -187,9 +187,9 @@ class GpuMemory:
             bounce=bounce,
             stream=self.gpu.stream(),
             kernel=self._gather_kernel(),
-            lists=self.gpu.host_alloc(lists * LIST_PIECES * PIECE_BYTES),
+            lists=self.gpu.host_alloc(lists * LIST_RUNS * RUN_BYTES),
             list_count=lists,
-            list_pieces=LIST_PIECES,
+            list_runs=LIST_RUNS,
             thread_blocks=self._options.thread_blocks * (LOCAL_BLOCKS if rail < 0 else 1),
             forced=Copy(self._options.copy).number,
             base=base,

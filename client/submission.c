@@ -7,9 +7,6 @@
 #include "client_core.h"
 #include "overlap.h"
 
-/* Shorter pieces of a page's rows become strided copies; longer ones join better along the pages of a row. */
-#define BY_PAGE_BYTES (64u << 10)
-
 static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_error *error)
 {
     uint64_t give_up = s->timeout_ns ? rr_now_ns() + s->timeout_ns : 0;
@@ -103,7 +100,6 @@ static int make_parts(struct rc_submission *s, const struct way *ways, uint32_t 
         if (part->window_bytes && ways[i].window_runs < part->entries_max) part->entries_max = ways[i].window_runs;
         part->direct = ways[i].direct;
         part->on_gpu = ways[i].on_gpu;
-        part->by_page = part->on_gpu && s->pages.row_count && s->pages.piece_bytes < BY_PAGE_BYTES;
         part->local = ways[i].local;
         s->any_direct |= part->direct;
         part->to_gpu = ways[i].to_gpu;
@@ -341,6 +337,78 @@ static int check_pieces(const struct rc_pages *p, const uint64_t *rows, int64_t 
     return status;
 }
 
+/* Of items in a sequence: groups of which each destination goes on where the one before it ends, and runs at constant
+ * distances. */
+struct sequence {
+    uint64_t joined, runs;
+};
+
+static struct sequence see_pages(struct rc_pages *p)
+{
+    struct sequence found = {0, 0};
+    const int64_t *from = p->source_pages, *to = p->destination_pages;
+    for (uint32_t first = 0, end; first < p->page_count; first = end) {
+        end = first + 1;
+        if (end < p->page_count)
+            while (end < p->page_count && from[end] - from[end - 1] == from[first + 1] - from[first] && to[end] - to[end - 1] == to[first + 1] - to[first])
+                end++;
+        for (uint32_t i = first; i < end; i++) p->page_ends[i] = end;
+        found.runs++;
+    }
+    for (uint32_t i = 0; i < p->page_count; i++)
+        found.joined += i == 0 || (uint64_t)(to[i] - to[i - 1]) * p->destination_stride != p->piece_bytes;
+    return found;
+}
+
+static struct sequence see_rows(const struct rc_pages *p, const uint32_t *rows, uint32_t row_count, uint32_t *ends)
+{
+    struct sequence found = {0, 0};
+    for (uint32_t first = 0, end; first < row_count; first = end) {
+        const struct rc_row *a = &p->rows[rows[first]], *b = first + 1 < row_count ? &p->rows[rows[first + 1]] : a;
+        end = first + 1;
+        for (const struct rc_row *before = a, *row; end < row_count; end++, before = row) {
+            row = &p->rows[rows[end]];
+            if (row->source - before->source != b->source - a->source || row->destination - before->destination != b->destination - a->destination ||
+                row->region != a->region || row->remote != a->remote)
+                break;
+        }
+        for (uint32_t i = first; i < end; i++) ends[i] = end;
+        found.runs++;
+    }
+    for (uint32_t i = 0; i < row_count; i++) {
+        const struct rc_row *row = &p->rows[rows[i]], *before = i ? &p->rows[rows[i - 1]] : NULL;
+        found.joined += !before || row->remote != before->remote || row->destination - before->destination != p->piece_bytes;
+    }
+    return found;
+}
+
+/* For parts that a GPU copies: finds the runs, and goes by page or by row. What halves the remote writes decides; a few
+ * pages that happen to follow each other must not take long runs of rows apart. Else it is the fewer runs. */
+static int find_runs(struct rc_submission *s, struct rc_error *error)
+{
+    struct rc_pages *p = &s->pages;
+    int any = 0;
+    for (uint32_t i = 0; i < s->part_count; i++) any |= s->parts[i].on_gpu || s->parts[i].to_gpu;
+    if (!any) return 0;
+    p->page_ends = malloc(p->page_count * sizeof *p->page_ends);
+    s->row_ends = malloc(p->row_count * sizeof *s->row_ends);
+    if (!p->page_ends || !s->row_ends) return rc_fail(error, "no_memory", "no memory for runs of %u rows and %u pages", p->row_count, p->page_count);
+    struct sequence pages = see_pages(p);
+    for (uint32_t i = 0; i < s->part_count; i++) {
+        struct rc_part *part = &s->parts[i];
+        if (!part->on_gpu && !part->to_gpu) continue;
+        uint32_t *ends = s->row_ends + (part->row_indices - s->row_indices);
+        struct sequence rows = see_rows(p, part->row_indices, part->row_count, ends);
+        part->row_ends = ends;
+        uint64_t joined_by_page = rows.joined * p->page_count, joined_by_row = pages.joined * part->row_count;
+        if (2 * joined_by_page <= joined_by_row)
+            part->by_page = 1;
+        else if (2 * joined_by_row > joined_by_page)
+            part->by_page = rows.runs * p->page_count < pages.runs * part->row_count;
+    }
+    return 0;
+}
+
 static int take_rows(struct rc_submission *s, const uint64_t *source_rows, const uint64_t *destination_rows, struct rc_error *error)
 {
     struct rc_core *core = s->core;
@@ -410,6 +478,7 @@ static int take_rows(struct rc_submission *s, const uint64_t *source_rows, const
             for (uint32_t r = 0; r < p->row_count; r++)
                 if (way_of_row[r] == w) s->row_indices[at++] = r;
         }
+        status = find_runs(s, error);
     }
     free(way_of_row);
     return status;

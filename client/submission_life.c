@@ -41,7 +41,9 @@ void rc_free_submission(struct rc_submission *s)
     free(s->pages.rows);
     free(s->pages.source_pages);
     free(s->pages.destination_pages);
+    free(s->pages.page_ends);
     free(s->row_indices);
+    free(s->row_ends);
     free(s->parts);
     free(s->used);
     free(s);

@@ -8,21 +8,25 @@
 #include "client_core.h"
 
 /* Waits until the GPU has copied what is listed. */
-static rg_result flush(const struct rc_bounce *bounce, uint32_t *listed)
+static rg_result flush(const struct rc_bounce *bounce, struct rg_listing *listing)
 {
     struct rg_copier *copier = bounce->copier;
     rg_result result = rg_enter(copier);
-    if (!result && *listed) result = rg_copy(copier, 0, *listed);
+    if (!result && listing->count) result = rg_copy(copier, 0, listing->count);
     if (!result) result = copier->api->cuStreamSynchronize(copier->stream);
-    *listed = 0;
+    listing->count = 0;
     return result;
 }
 
-static rg_result to_gpu(const struct rc_bounce *bounce, uint64_t offset, uint64_t destination, uint32_t length, uint32_t *listed)
+static rg_result to_gpu(const struct rc_bounce *bounce, uint64_t offset, uint64_t destination, uint32_t length, struct rg_listing *listing)
 {
-    struct rg_copier *copier = rr_load_acquire_pointer((void *const *)&bounce->copier);
-    rg_result result = *listed == copier->list_pieces ? flush(bounce, listed) : 0;
-    rg_list(copier, 0)[(*listed)++] = (struct rg_piece){bounce->gpu_base + offset, destination, length, 0};
+    if (!listing->runs) *listing = rg_list(rr_load_acquire_pointer((void *const *)&bounce->copier), 0);
+    rg_result result = 0;
+    struct rg_run run = {bounce->gpu_base + offset, destination, 0, 0, length, 1, 0, 0};
+    if (!rg_add(listing, run)) {
+        result = flush(bounce, listing);
+        rg_add(listing, run);
+    }
     return result;
 }
 
@@ -33,7 +37,7 @@ static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint
     const struct rr_run *runs = bounce->runs + (size_t)at * core->facts.table_entries;
     uint32_t slot = frame->slot, count = frame->run_count, result = RR_OK;
     uint64_t taken = 0;
-    uint32_t listed = 0;
+    struct rg_listing listing = {0};
     rg_result failure = 0;
     if (slot >= core->facts.bounce_slots || count > core->facts.table_entries) return RR_PROTOCOL;
     const uint8_t *source = bounce->memory + (size_t)slot * core->facts.slot_bytes;
@@ -49,13 +53,13 @@ static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint
         else if (run.offset > region->bytes || run.length > region->bytes - run.offset || run.length > core->facts.slot_bytes - taken)
             result = RR_OUT_OF_BOUNDS;
         else if (region->on_gpu)
-            failure = to_gpu(bounce, (uint64_t)slot * core->facts.slot_bytes + taken, region->address + run.offset, run.length, &listed);
+            failure = to_gpu(bounce, (uint64_t)slot * core->facts.slot_bytes + taken, region->address + run.offset, run.length, &listing);
         else
             memcpy((void *)(uintptr_t)(region->address + run.offset), source + taken, run.length);
         taken += run.length;
     }
-    if (listed || failure) { /* also then: nothing may be written any more once the tables are let go */
-        rg_result last = flush(bounce, &listed);
+    if (listing.count || failure) { /* also then: nothing may be written any more once the tables are let go */
+        rg_result last = flush(bounce, &listing);
         if (!failure) failure = last;
     }
     pthread_rwlock_unlock(&core->tables);

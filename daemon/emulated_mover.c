@@ -258,10 +258,10 @@ static int gpu_failed(struct re_mover *m, const char *call, rg_result result)
 static int copy_on_gpu(struct re_mover *m, const struct re_request *request)
 {
     uint32_t list = (uint32_t)(m->started % RE_STARTED);
-    struct rg_piece *pieces = rg_list(&m->copier, list);
+    struct rg_listing listing = rg_list(&m->copier, list); /* has room for a run a piece */
     for (uint32_t i = 0; i < request->piece_count; i++)
-        pieces[i] = (struct rg_piece){m->pieces[i].source, m->pieces[i].destination, m->pieces[i].bytes, 0};
-    rg_result result = rg_copy(&m->copier, list, request->piece_count);
+        rg_add(&listing, (struct rg_run){m->pieces[i].source, m->pieces[i].destination, 0, 0, m->pieces[i].bytes, 1, 0, 0});
+    rg_result result = rg_copy(&m->copier, list, listing.count);
     if (result) return gpu_failed(m, "copy", result);
     result = rg_signal(&m->copier, (uint64_t)(uintptr_t)m->signal, m->started + 1);
     return result ? gpu_failed(m, "cuStreamWriteValue64", result) : 0;

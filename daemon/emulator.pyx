@@ -8,12 +8,12 @@ cdef extern from "gpu_copy.h" nogil:
     ctypedef int rg_result
     struct rg_api:
         pass
-    struct rg_piece:
+    struct rg_run:
         pass
     struct rg_copier:
         pass
     int rg_open(rg_copier *, const rg_api *, void *context, void *stream, void *kernel, void *lists, uint32_t list_count,
-                uint32_t list_pieces)
+                uint32_t list_runs)
     rg_result rg_enter(const rg_copier *)
     rg_result rg_calibrate(rg_copier *, uint64_t source, uint64_t destination, double nic_rate)
     const char *rg_error_name(const rg_api *, rg_result)
@@ -82,7 +82,7 @@ cdef class Mover:
 
     @property
     def list_bytes(self):
-        return RE_STARTED * self.mover.ring.request_pieces * sizeof(rg_piece)
+        return RE_STARTED * self.mover.ring.request_pieces * sizeof(rg_run)
 
     def use_gpu(self, functions, *, uint64_t context, uint64_t stream, uint64_t kernel, uint64_t lists, uint64_t signal,
                 uint64_t scratch_source, uint64_t scratch_destination):

@@ -9,12 +9,24 @@
 
 #define SYNCHRONIZE 1u /* fill: wait for the stream after each slot */
 
-/* Slots to fill, one after the other: pieces starts[i] to starts[i + 1] - 1 are slot i's. */
+struct rd_piece {
+    uint64_t source, destination;
+    uint32_t bytes, reserved;
+};
+
+/* Slots to fill, one after the other: pieces starts[i] to starts[i + 1] - 1 are slot i's; and the same as runs. */
 struct rd_slots {
-    const struct rg_piece *pieces;
+    const struct rd_piece *pieces;
     const uint64_t *starts;
     uint64_t count;
+    const struct rg_run *runs; /* rd_list_runs makes them */
+    const uint64_t *run_starts;
 };
+
+static inline struct rg_run rd_run_of(struct rd_piece piece)
+{
+    return (struct rg_run){piece.source, piece.destination, 0, 0, piece.bytes, 1, 0, 0};
+}
 
 struct rd_time {
     double ns;       /* from the first call until the stream is empty */

@@ -1,6 +1,7 @@
 /* Slots filled by a bare loop over ready arrays, and as the feeder fills them. Each call ends with an empty stream. */
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "copies.h"
 
@@ -73,7 +74,7 @@ rg_result rd_bare_batches(const struct rg_copier *copier, const struct rd_slots 
 }
 
 /* Pieces from here on that are equal and at constant distances. */
-static uint64_t run_of(const struct rg_piece *piece, uint64_t count)
+static uint64_t run_of(const struct rd_piece *piece, uint64_t count)
 {
     uint64_t rows = count < 2 ? count : 2;
     if (rows == 2 && (piece[1].bytes != piece->bytes || piece[1].source - piece->source > PITCH_MAX ||
@@ -94,7 +95,7 @@ rg_result rd_bare_2d(const struct rg_copier *copier, const struct rd_slots *slot
     if (!copies) return -1;
     for (uint64_t i = 0; i < slots->count; i++) {
         for (uint64_t at = slots->starts[i], end = slots->starts[i + 1], rows; at < end; at += rows) {
-            const struct rg_piece *piece = slots->pieces + at;
+            const struct rd_piece *piece = slots->pieces + at;
             rows = run_of(piece, end - at);
             copies[count++] = (struct rg_2d){.source_type = MEMORY_UNIFIED,
                                              .source = piece->source,
@@ -114,7 +115,21 @@ rg_result rd_bare_2d(const struct rg_copier *copier, const struct rd_slots *slot
     return result;
 }
 
-/* As the feeder does it: list the pieces of a slot, copy, ring. A list is written again once its slot's doorbell was
+/* The runs of each slot's pieces, at most one a piece, and where each slot's begin. */
+void rd_list_runs(const struct rd_slots *slots, struct rg_run *runs, uint64_t *run_starts)
+{
+    struct rg_listing listing = {runs, 0, 0};
+    for (uint64_t i = 0; i < slots->count; i++) {
+        listing.runs += listing.count;
+        listing.count = 0;
+        listing.max = (uint32_t)(slots->starts[i + 1] - slots->starts[i]);
+        run_starts[i] = (uint64_t)(listing.runs - runs);
+        for (uint64_t at = slots->starts[i]; at < slots->starts[i + 1]; at++) rg_add(&listing, rd_run_of(slots->pieces[at]));
+    }
+    run_starts[slots->count] = (uint64_t)(listing.runs + listing.count - runs);
+}
+
+/* As the feeder does it: list the runs of a slot, copy, ring. A list is written again once its slot's doorbell was
  * seen. doorbell_word: where the GPU's writes to the address `doorbell` appear; 0 at first. */
 rg_result rd_feed(struct rg_copier *copier, const struct rd_slots *slots, _Atomic uint64_t *doorbell_word, uint64_t doorbell, uint32_t flags,
                   struct rd_time *time)
@@ -123,14 +138,13 @@ rg_result rd_feed(struct rg_copier *copier, const struct rd_slots *slots, _Atomi
     atomic_store(doorbell_word, 0);
     double begin = rd_now_ns();
     for (uint64_t i = 0; i < slots->count && !result; i++) {
-        uint32_t list = (uint32_t)(i % copier->list_count), count = 0;
+        uint32_t list = (uint32_t)(i % copier->list_count), count = (uint32_t)(slots->run_starts[i + 1] - slots->run_starts[i]);
         double since = rd_now_ns();
         while (i >= copier->list_count && atomic_load_explicit(doorbell_word, memory_order_acquire) < i - copier->list_count + 1) {
             if (rd_now_ns() - since > STUCK_NS) return copier->api->cuStreamSynchronize(copier->stream);
             rd_pause();
         }
-        struct rg_piece *pieces = rg_list(copier, list);
-        for (uint64_t at = slots->starts[i]; at < slots->starts[i + 1]; at++) pieces[count++] = slots->pieces[at];
+        memcpy(rg_list(copier, list).runs, slots->runs + slots->run_starts[i], count * sizeof *slots->runs);
         result = rg_copy(copier, list, count);
         if (!result) result = rg_signal(copier, doorbell, i + 1);
         if (!result && flags & SYNCHRONIZE) result = copier->api->cuStreamSynchronize(copier->stream);

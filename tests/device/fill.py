@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from device import native
-from device.native import LIST_PIECES, PIECE, WAYS, Copier, Pieces, Shared, Slots, Time
+from device.native import PIECE, WAYS, Copier, Pieces, Shared, Slots, Time
 from device.report import GIB, MIB, Options, Report, Skipped, spread
 
 SLOT_BYTES: Final = 8 * MIB
@@ -81,7 +81,7 @@ SHAPES: Final = (
     Shape("blocks of 64 KiB", 65536, blocks(65536)),
     Shape("blocks of 16 KiB", 16384, blocks(16384)),
     Shape("blocks of 4 KiB", 4096, blocks(4096)),
-    Shape("256 B pieces in 4 KiB runs", 256, heads(256, 16, 2048), most_pieces=LIST_PIECES, slow_batch=True),
+    Shape("256 B pieces in 4 KiB runs", 256, heads(256, 16, 2048), most_pieces=SLOT_BYTES // 256, slow_batch=True),
 )
 
 
@@ -132,7 +132,7 @@ class Bench:
 
     def shape(self, shape: Shape, wanted: int) -> Work:
         sources = shape.pieces(self._source, self._room, wanted)
-        return Work(*in_slots(sources, shape.piece_bytes, self._base, shape.most_pieces))
+        return Work(self._library, *in_slots(sources, shape.piece_bytes, self._base, shape.most_pieces))
 
     def feed(self, work: Work, flags: int = 0) -> Time:
         found = Time()
@@ -165,9 +165,8 @@ class Bench:
 
 
 class Work:
-    def __init__(self, pieces: Pieces, starts: npt.NDArray[np.uint64]) -> None:
-        self._pieces, self._starts = pieces, starts
-        self.slots = Slots(pieces.ctypes.data, starts.ctypes.data, len(starts) - 1)
+    def __init__(self, library: ctypes.CDLL, pieces: Pieces, starts: npt.NDArray[np.uint64]) -> None:
+        self.slots = Slots.of(library, pieces, starts)
         self.nbytes = int(pieces["bytes"].sum())
 
     def rate(self, time: Time) -> float:

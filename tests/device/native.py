@@ -19,16 +19,36 @@ from railrelay.client import core, cuda
 
 HERE: Final = Path(__file__).resolve().parent
 CLIENT: Final = HERE.parents[1] / "client"
-LIST_PIECES: Final = 8192
+LIST_RUNS: Final = 8192
 WAYS: Final = ("strided", "batch", "kernel")
 PIECE: Final = np.dtype([("source", "<u8"), ("destination", "<u8"), ("bytes", "<u4"), ("reserved", "<u4")])
 Pieces = npt.NDArray[np.void]
+RUN_BYTES: Final = 48  # struct rg_run
 _SCRATCH_BYTES: Final = 1 << 20
-_COSTS: Final = ("strided_ns", "row_ns", "batched_ns", "kernel_ns", "engine_rate", "kernel_rate", "nic_rate")
+_COSTS: Final = ("strided_ns", "row_ns", "batched_ns", "kernel_ns", "kernel_piece_ns", "engine_rate", "kernel_rate", "nic_rate")
 
 
 class Slots(ctypes.Structure):
-    _fields_ = (("pieces", ctypes.c_void_p), ("starts", ctypes.c_void_p), ("count", ctypes.c_uint64))
+    """struct rd_slots over arrays of pieces and of where each slot's begin."""
+
+    _fields_ = (
+        ("pieces", ctypes.c_void_p),
+        ("starts", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("runs", ctypes.c_void_p),
+        ("run_starts", ctypes.c_void_p),
+    )
+    _keep: tuple[object, ...]
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, pieces: Pieces, starts: npt.NDArray[np.uint64]) -> Slots:
+        runs, run_starts = np.zeros(len(pieces) * RUN_BYTES, np.uint8), np.zeros(len(starts), np.uint64)
+        made = cls(
+            pieces.ctypes.data, starts.ctypes.data, len(starts) - 1, runs.ctypes.data, run_starts.ctypes.data
+        )
+        library.rd_list_runs(ctypes.byref(made), runs.ctypes.data, run_starts.ctypes.data)
+        made._keep = (pieces, starts, runs, run_starts)
+        return made
 
 
 class Time(ctypes.Structure):
@@ -68,6 +88,7 @@ def load(path: Path) -> ctypes.CDLL:
         "rd_costs": ((pointer, pointer), None),
         "rd_bare_batches": ((pointer, pointer, pointer), ctypes.c_int),
         "rd_bare_2d": ((pointer, pointer, pointer), ctypes.c_int),
+        "rd_list_runs": ((pointer, pointer, pointer), None),
         "rd_feed": ((pointer, pointer, pointer, u64, u32, pointer), ctypes.c_int),
         "rd_ring": ((pointer, pointer, u64, u32, pointer, pointer), ctypes.c_int),
         "rd_watch": ((pointer, u64, u64, double, pointer), u64),
@@ -120,9 +141,9 @@ class Copier:
             print(f"no gather kernel: {failure.text}", flush=True)
             kernel = 0
         self.has_kernel = kernel != 0
-        lists = gpu.host_alloc(list_count * LIST_PIECES * PIECE.itemsize)
+        lists = gpu.host_alloc(list_count * LIST_RUNS * RUN_BYTES)
         if library.rg_open(
-            self.address, self._api, gpu.context, self.stream, kernel or None, lists, list_count, LIST_PIECES
+            self.address, self._api, gpu.context, self.stream, kernel or None, lists, list_count, LIST_RUNS
         ):
             raise MemoryError("rg_open")
         scratch = gpu.alloc(_SCRATCH_BYTES)

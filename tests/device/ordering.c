@@ -66,26 +66,20 @@ rg_result rd_write_slots(struct rg_copier *copier, struct rg_copier *ringer, str
             rd_pause();
         }
         uint32_t list = (uint32_t)(number % copier->list_count), way = number & 3;
-        struct rg_piece *listed = rg_list(copier, list);
+        struct rg_listing listing = rg_list(copier, list);
+        copier->forced = way < 3 ? (int32_t)way : RG_KERNEL;
         for (uint64_t i = 0; i < pieces; i++) {
+            if (way == 3 && i == pieces / 2) { /* two lists' worth in one slot: the first half by the kernel, the rest by 2D copies */
+                result = rg_copy(copier, list, listing.count);
+                list = (list + copier->list_count / 2) % copier->list_count;
+                listing = rg_list(copier, list);
+                copier->forced = RG_STRIDED;
+            }
             uint64_t at = (number % ring->stamps * pieces + i) * ring->pitch;
-            listed[i] = (struct rg_piece){sources + at, base + number % ring->slots * ring->slot_bytes + i * ring->piece_bytes,
-                                          (uint32_t)ring->piece_bytes, 0};
+            rg_add(&listing, (struct rg_run){sources + at, base + number % ring->slots * ring->slot_bytes + i * ring->piece_bytes, 0, 0,
+                                             (uint32_t)ring->piece_bytes, 1, 0, 0});
         }
-        if (way < 3) {
-            copier->forced = (int32_t)way;
-            result = rg_copy(copier, list, (uint32_t)pieces);
-        } else { /* two lists' worth in one slot: the first half by the kernel, the rest by 2D copies */
-            struct rg_piece half[64];
-            uint32_t count = (uint32_t)(pieces / 2 < 64 ? pieces / 2 : 64);
-            memcpy(half, listed + (pieces - count), count * sizeof *half);
-            copier->forced = RG_KERNEL;
-            result = rg_copy(copier, list, (uint32_t)(pieces - count));
-            uint32_t other = list + copier->list_count / 2;
-            memcpy(rg_list(copier, other % copier->list_count), half, count * sizeof *half);
-            copier->forced = RG_STRIDED;
-            if (!result) result = rg_copy(copier, other % copier->list_count, count);
-        }
+        if (!result) result = rg_copy(copier, list, listing.count);
         if (!result) result = rg_signal(ringer, doorbell, number + 1);
     }
     copier->forced = -1;

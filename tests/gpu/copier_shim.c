@@ -12,9 +12,9 @@ struct shim {
 };
 
 EXPORTED struct shim *shim_open(const uint64_t *functions, uint32_t count, void *context, void *stream, void *kernel, void *lists,
-                                uint32_t list_count, uint32_t list_pieces, int32_t forced);
+                                uint32_t list_count, uint32_t list_runs, int32_t forced);
 EXPORTED struct shim *shim_open(const uint64_t *functions, uint32_t count, void *context, void *stream, void *kernel, void *lists,
-                                uint32_t list_count, uint32_t list_pieces, int32_t forced)
+                                uint32_t list_count, uint32_t list_runs, int32_t forced)
 {
     struct shim *shim = calloc(1, sizeof *shim);
     if (!shim || count * sizeof(void *) != sizeof shim->api) return NULL;
@@ -22,7 +22,7 @@ EXPORTED struct shim *shim_open(const uint64_t *functions, uint32_t count, void 
         void *function = (void *)(uintptr_t)functions[i];
         memcpy((char *)&shim->api + i * sizeof function, &function, sizeof function);
     }
-    if (rg_open(&shim->copier, &shim->api, context, stream, kernel, lists, list_count, list_pieces)) return NULL;
+    if (rg_open(&shim->copier, &shim->api, context, stream, kernel, lists, list_count, list_runs)) return NULL;
     shim->copier.forced = forced;
     return shim;
 }
@@ -37,12 +37,16 @@ EXPORTED void shim_close(struct shim *shim)
 EXPORTED int shim_enter(struct shim *shim);
 EXPORTED int shim_enter(struct shim *shim) { return rg_enter(&shim->copier); }
 
-EXPORTED void shim_put(struct shim *shim, uint32_t list, uint32_t count, const uint64_t *sources, const uint64_t *destinations,
-                       const uint32_t *sizes);
-EXPORTED void shim_put(struct shim *shim, uint32_t list, uint32_t count, const uint64_t *sources, const uint64_t *destinations,
-                       const uint32_t *sizes)
+/* Adds runs (six numbers each: source, destination, their steps, bytes, rows) to the list; how many it then has. */
+EXPORTED uint32_t shim_put(struct shim *shim, uint32_t list, uint32_t count, const uint64_t *runs);
+EXPORTED uint32_t shim_put(struct shim *shim, uint32_t list, uint32_t count, const uint64_t *runs)
 {
-    for (uint32_t i = 0; i < count; i++) rg_list(&shim->copier, list)[i] = (struct rg_piece){sources[i], destinations[i], sizes[i], 0};
+    struct rg_listing listing = rg_list(&shim->copier, list);
+    for (uint32_t i = 0; i < count; i++) {
+        const uint64_t *r = runs + 6 * i;
+        if (!rg_add(&listing, (struct rg_run){r[0], r[1], r[2], r[3], (uint32_t)r[4], (uint32_t)r[5], 0, 0})) break;
+    }
+    return listing.count;
 }
 
 EXPORTED int shim_copy(struct shim *shim, uint32_t list, uint32_t count);
@@ -60,14 +64,14 @@ EXPORTED int shim_calibrate(struct shim *shim, uint64_t source, uint64_t destina
 EXPORTED void shim_set_costs(struct shim *shim, const double *costs);
 EXPORTED void shim_set_costs(struct shim *shim, const double *costs)
 {
-    shim->copier.costs = (struct rg_costs){costs[0], costs[1], costs[2], costs[3], costs[4], costs[5], costs[6]};
+    shim->copier.costs = (struct rg_costs){costs[0], costs[1], costs[2], costs[3], costs[4], costs[5], costs[6], costs[7]};
 }
 
 EXPORTED void shim_costs(const struct shim *shim, double *costs);
 EXPORTED void shim_costs(const struct shim *shim, double *costs)
 {
     const struct rg_costs *c = &shim->copier.costs;
-    const double all[] = {c->strided_ns, c->row_ns, c->batched_ns, c->kernel_ns, c->engine_rate, c->kernel_rate, c->nic_rate};
+    const double all[] = {c->strided_ns, c->row_ns, c->batched_ns, c->kernel_ns, c->kernel_piece_ns, c->engine_rate, c->kernel_rate, c->nic_rate};
     memcpy(costs, all, sizeof all);
 }
 

@@ -80,7 +80,7 @@ static void *work(void *argument)
     *doorbell = 0;
     for (uint32_t i = 0; i < AREA_BYTES; i++) content[i] = (uint8_t)rand_r(&seed);
     CHECK(!api.cuCtxSetCurrent(worker->context) && !cuStreamCreateWithPriority(&stream, 1, -5));
-    CHECK(!cuMemAlloc(&source, AREA_BYTES) && !cuMemHostAlloc(&lists, LISTS * PIECES * sizeof(struct rg_piece), 3));
+    CHECK(!cuMemAlloc(&source, AREA_BYTES) && !cuMemHostAlloc(&lists, LISTS * PIECES * sizeof(struct rg_run), 3));
     CHECK(!cuMemHostRegister(arrived, AREA_BYTES, 3) && !cuMemHostGetDevicePointer(&target, arrived, 0));
     CHECK(!cuMemHostRegister(doorbell, 4096, 3) && !cuMemHostGetDevicePointer(&doorbell_at, doorbell, 0));
     CHECK(!cuMemcpyHtoD(source, content, AREA_BYTES));
@@ -98,12 +98,13 @@ static void *work(void *argument)
             for (uint32_t i = 0; i < count; i++)
                 CHECK(!memcmp(arrived + (size_t)slot * slot_bytes + (size_t)i * piece, content + from[slot * PIECES + i], piece));
         }
+        struct rg_listing listing = rg_list(&copier, slot);
         for (uint32_t i = 0; i < count; i++) {
             uint32_t at = round % 2 ? (uint32_t)rand_r(&seed) % (AREA_BYTES - piece) : i * 2 * piece;
             from[slot * PIECES + i] = at;
-            rg_list(&copier, slot)[i] = (struct rg_piece){source + at, target + (uint64_t)slot * slot_bytes + (uint64_t)i * piece, piece, 0};
+            CHECK(rg_add(&listing, (struct rg_run){source + at, target + (uint64_t)slot * slot_bytes + (uint64_t)i * piece, 0, 0, piece, 1, 0, 0}));
         }
-        CHECK(!rg_copy(&copier, slot, count) && !rg_signal(&copier, doorbell_at, round));
+        CHECK(!rg_copy(&copier, slot, listing.count) && !rg_signal(&copier, doorbell_at, round));
     }
     CHECK(!api.cuStreamSynchronize(stream) && *doorbell == ROUNDS);
     rg_close(&copier);

@@ -25,10 +25,12 @@ STRIDED, BATCH, KERNEL = range(3)
 AUTO: Final = -1
 WAYS: Final = ("strided", "batch", "kernel")
 AREA: Final = 4 << 20
-LIST_PIECES: Final = 1024
+LIST_RUNS: Final = 1024
 LISTS: Final = 4
+RUN_BYTES: Final = 48
 
 Pieces = Sequence[tuple[int, int, int]]  # offsets of source and destination, bytes
+Runs = Sequence[tuple[int, int, int, int, int, int]]  # offsets of source and destination, their steps, bytes, rows
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     pointer, u32, u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
     shim.shim_open.restype = pointer
     shim.shim_open.argtypes = [pointer, u32, pointer, pointer, pointer, pointer, u32, u32, ctypes.c_int32]
-    shim.shim_put.argtypes = [pointer, u32, u32, pointer, pointer, pointer]
+    shim.shim_put.argtypes, shim.shim_put.restype = [pointer, u32, u32, pointer], u32
     shim.shim_copy.argtypes = [pointer, u32, u32]
     shim.shim_signal.argtypes = [pointer, u64, u64]
     shim.shim_calibrate.argtypes = [pointer, u64, u64, ctypes.c_double]
@@ -65,27 +67,30 @@ class Copier:
     destination: int
     content: Bytes
 
-    def put(self, pieces: Pieces, which: int = 0) -> None:
-        sources = np.array([self.source + source for source, _, _ in pieces], np.uint64)
-        destinations = np.array([self.destination + destination for _, destination, _ in pieces], np.uint64)
-        sizes = np.array([size for _, _, size in pieces], np.uint32)
-        self.shim.shim_put(
-            self.at, which, len(pieces), sources.ctypes.data, destinations.ctypes.data, sizes.ctypes.data
-        )
+    def put(self, pieces: Pieces | Runs, which: int = 0) -> int:
+        """How many runs the list then has."""
+        runs = np.zeros((len(pieces), 6), np.int64)
+        for number, (source, destination, *rest) in enumerate(pieces):
+            source_step, destination_step, size, count = rest if len(rest) > 1 else (0, 0, *rest, 1)
+            runs[number] = self.source + source, self.destination + destination, source_step, destination_step, size, count
+        listed: int = self.shim.shim_put(self.at, which, len(runs), runs.ctypes.data)
+        return listed
 
-    def copy(self, pieces: Pieces, which: int = 0) -> None:
-        self.put(pieces, which)
+    def copy(self, pieces: Pieces | Runs, which: int = 0) -> int:
+        listed = self.put(pieces, which)
         with self.gpu.current():
-            assert self.shim.shim_copy(self.at, which, len(pieces)) == 0
+            assert self.shim.shim_copy(self.at, which, listed) == 0
+        return listed
 
-    def moves(self, pieces: Pieces) -> None:
+    def moves(self, pieces: Pieces | Runs) -> int:
         """Copies, and checks every byte of the destination, also those that nobody may touch."""
         before = self.gpu.read(self.destination, AREA)
-        self.copy(pieces)
+        listed = self.copy(pieces)
         self.gpu.synchronize()
-        for source, destination, size in pieces:
+        for source, destination, size in expanded(pieces):
             before[destination : destination + size] = self.content[source : source + size]
         assert bool((self.gpu.read(self.destination, AREA) == before).all())
+        return listed
 
     def counters(self) -> dict[str, tuple[int, int, int]]:
         """(operations, pieces, bytes) by way"""
@@ -95,12 +100,15 @@ class Copier:
         return {way: (int(table[0, i]), int(table[1, i]), int(table[2, i])) for i, way in enumerate(WAYS)}
 
     def costs(self) -> list[float]:
-        found = np.zeros(7)
+        found = np.zeros(8)
         self.shim.shim_costs(self.at, found.ctypes.data)
         return list(found)
 
     def set_costs(self, **changes: float) -> None:
-        names = ("strided_ns", "row_ns", "batched_ns", "kernel_ns", "engine_rate", "kernel_rate", "nic_rate")
+        names = (
+            *("strided_ns", "row_ns", "batched_ns", "kernel_ns"),
+            *("kernel_piece_ns", "engine_rate", "kernel_rate", "nic_rate"),
+        )
         costs = np.array([float(changes.get(name, cost)) for name, cost in zip(names, self.costs(), strict=True)])
         self.shim.shim_set_costs(self.at, costs.ctypes.data)
 
@@ -119,11 +127,11 @@ def make(library: ctypes.CDLL, gpu: Card) -> Iterator[Make]:
         kernel: bool = True,
         onto: Card | None = None,
         shift: int = 0,
-        list_pieces: int = LIST_PIECES,
+        list_runs: int = LIST_RUNS,
         functions: Callable[[list[int]], list[int]] = lambda addresses: addresses,
     ) -> Copier:
         addresses = np.array(functions(cuda.function_addresses(names)), np.uint64)
-        lists = gpu.host_alloc(LISTS * list_pieces * 24)
+        lists = gpu.host_alloc(LISTS * list_runs * RUN_BYTES)
         stream = gpu.stream()
         at = library.shim_open(
             addresses.ctypes.data,
@@ -133,7 +141,7 @@ def make(library: ctypes.CDLL, gpu: Card) -> Iterator[Make]:
             gpu.gather_kernel() if kernel else 0,
             lists,
             LISTS,
-            list_pieces,
+            list_runs,
             forced,
         )
         assert at
@@ -165,6 +173,13 @@ def scattered(sizes: Sequence[int], seed: int, unit: int = 1) -> list[tuple[int,
     return pieces
 
 
+def expanded(pieces: Pieces | Runs) -> Iterator[tuple[int, int, int]]:
+    for source, destination, *rest in pieces:
+        source_step, destination_step, size, count = rest if len(rest) > 1 else (0, 0, *rest, 1)
+        for row in range(count):
+            yield source + row * source_step, destination + row * destination_step, size
+
+
 def rows(count: int, size: int, source_step: int, destination_step: int, at: tuple[int, int] = (0, 0)) -> Pieces:
     return [(at[0] + i * source_step, at[1] + i * destination_step, size) for i in range(count)]
 
@@ -189,7 +204,7 @@ def test_any_size_by_the_kernel(make: Make, size: int) -> None:
 
 
 @pytest.mark.parametrize("forced", [STRIDED, BATCH, KERNEL])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, LIST_PIECES])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, LIST_RUNS])
 def test_lists_of_every_length(make: Make, forced: int, count: int) -> None:
     copier = make(forced)
     copier.moves(scattered([2048] * count, count, 256))
@@ -206,7 +221,7 @@ def test_lists_of_every_length(make: Make, forced: int, count: int) -> None:
         (rows(20, 512, 256, 512), 0),  # rows of the source overlap
         (list(reversed(rows(20, 512, 1024, 512))), 0),  # backwards
         ([*rows(10, 512, 1024, 512), *rows(10, 512, 2048, 512, (1 << 20, 1 << 20))], 20),
-        ([*rows(10, 512, 1024, 512), (1 << 20, 1 << 20, 77), *rows(2, 64, 64, 64, (2 << 20, 2 << 20))], 10),
+        ([*rows(10, 512, 1024, 512), (1 << 20, 1 << 20, 77), *rows(2, 64, 128, 64, (2 << 20, 2 << 20))], 10),
         ([*rows(9, 512, 1024, 512), (9 * 1024, 9 * 512, 511)], 9),  # the last one is shorter
     ],
 )
@@ -216,6 +231,82 @@ def test_rows_at_constant_distances_are_one_strided_copy(make: Make, pieces: Pie
     counted = copier.counters()
     assert counted["strided"][1] == strided
     assert counted["batch"][1] == len(pieces) - strided
+
+
+def mixture(seed: int, count: int) -> Runs:
+    """Runs and single pieces of any length, step and alignment; destinations apart, sources anywhere."""
+    rng = np.random.default_rng(seed)
+    made = []
+    edge = 0
+    for _ in range(count):
+        unit = int(rng.choice([1, 4, 16]))
+        row_count = int(rng.choice([1, 1, 2, 3, 16, 61, int(rng.integers(1, 700))]))
+        size = int(rng.integers(1, 1 + max(1, 4096 // row_count))) * unit
+        gap = int(rng.choice([0, 0, unit, 37 * unit]))
+        span = (size + gap) * row_count
+        if edge + span + 64 > AREA:
+            break
+        first = -(-edge // unit) * unit + unit * int(rng.integers(0, 3))
+        edge = first + span
+        source_step = int(rng.choice([size, 0, size + unit, 2 * size, -size, -2 * size])) if row_count > 1 else 0
+        reach = source_step * (row_count - 1)
+        source = int(rng.integers(max(0, -reach), AREA - size - max(0, reach)) // unit * unit)
+        source = max(source, -reach)
+        if rng.random() < 0.5:
+            made.append((source, first, source_step, size + gap, size, row_count))
+        else:  # backwards
+            last = first + (size + gap) * (row_count - 1)
+            made.append((source, last, source_step, -(size + gap), size, row_count))
+    return made
+
+
+@pytest.mark.parametrize("forced", [STRIDED, BATCH, KERNEL, AUTO])
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_and_single_pieces_in_one_list(make: Make, forced: int, seed: int) -> None:
+    runs = mixture(seed, 400)
+    copier = make(forced, shift=seed % 3)
+    copier.moves(runs)
+    counted = copier.counters()
+    assert sum(nbytes for *_, nbytes in counted.values()) == sum(size * count for *_, size, count in runs)
+    if forced == STRIDED:
+        assert counted["strided"][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("pieces", "listed"),
+    [
+        (rows(61, 1152, 4096, 1280), 1),
+        (rows(61, 1152, 1152, 1152), 1),  # one long piece
+        ([*rows(30, 512, 1024, 512), *rows(30, 512, 1024, 512, (30 * 1024, 30 * 512))], 1),  # goes on
+        ([*rows(30, 512, 1024, 512), *rows(30, 512, 1024, 512, (30 * 1024, 31 * 512))], 2),
+        ([(0, 0, 1024, 512, 512, 30), (30 * 1024, 30 * 512, 1024, 512, 512, 9)], 1),
+        ([(0, 0, 1024, 512, 512, 30), (30 * 1024, 30 * 512, 1024, 1024, 512, 9)], 2),  # another distance
+        ([(0, 0, 1024, 512, 512, 30), (29 * 1024 + 512, 30 * 512, 99)], 2),  # joins the last piece of the run
+        ([(0, 0, 512), (4096, 4096, 1024, 512, 512, 9)], 2),
+        ([(0, 0, 512), (1024, 512, 1024, 512, 512, 9)], 1),
+        ([(0, 0, 512), (1024, 512, 512), (4096, 1024, 512), (512, 4096, 512)], 2),
+        ([(0, 0, 512), (1024, 512, 513)], 2),
+        ([(0, 0, 100), (100, 100, 200), (300, 300, 1)], 1),
+    ],
+)
+@pytest.mark.parametrize("forced", [STRIDED, BATCH, KERNEL])
+def test_pieces_are_listed_as_runs(make: Make, pieces: Pieces | Runs, listed: int, forced: int) -> None:
+    assert make(forced).moves(pieces) == listed
+
+
+def test_a_full_list_takes_what_goes_on_and_nothing_else(make: Make) -> None:
+    copier = make(KERNEL, list_runs=512)
+    apart = [(8192 * i, 4096 * i, 1 + i) for i in range(512)]
+    tail = (8192 * 511 + 512, 4096 * 511 + 512, 64)
+    assert copier.moves([*apart, tail]) == 512
+    assert copier.counters()["kernel"][1] == 512
+    assert copier.moves([*apart, (99, 3 << 20, 7)][:512]) == 512
+
+
+def test_more_pieces_than_a_batch_takes(make: Make) -> None:
+    copier = make(BATCH)
+    copier.moves([(0, 0, 64, 96, 64, 20_000), (64, 2 << 20, 1 << 10, 1 << 11, 77, 3)])
+    assert copier.counters()["batch"] == (3, 20_003, 20_000 * 64 + 3 * 77)
 
 
 def test_distances_above_the_largest_pitch_are_not_strided(make: Make) -> None:
@@ -268,7 +359,7 @@ def test_without_copy_batches_pieces_are_copied_one_by_one(make: Make) -> None:
 def test_the_cheapest_way_that_keeps_up_is_chosen(make: Make) -> None:
     copier = make()
     copier.set_costs(
-        strided_ns=2000, row_ns=4, batched_ns=500, kernel_ns=4000, engine_rate=300, kernel_rate=100, nic_rate=50
+        strided_ns=2000, row_ns=4, batched_ns=500, kernel_ns=4000, kernel_piece_ns=2, engine_rate=300, kernel_rate=100, nic_rate=50
     )
     large = scattered([64 * KIB] * 20, 1, 256)
     small = scattered([256] * 1000, 2, 64)
@@ -281,12 +372,19 @@ def test_the_cheapest_way_that_keeps_up_is_chosen(make: Make) -> None:
     copier.copy(rows(61, 64, 128, 64), 3)  # a 2D copy for so little would cost more than the NIC's time
     assert copier.counters()["strided"][1] == 61
     copier.gpu.synchronize()
+    copier.set_costs(kernel_rate=1)  # slower than the NIC: then the copy engine where it is faster
+    copier.copy(rows(61, 1152, 4096, 1152), 0)
+    assert copier.counters()["strided"][1] == 2 * 61
+    copier.set_costs(kernel_rate=100, kernel_piece_ns=40)
+    copier.copy(rows(61, 64, 128, 64), 1)
+    assert copier.counters()["strided"][1] == 3 * 61
+    copier.gpu.synchronize()
 
 
 def test_mixed_lists_take_several_ways_at_once(make: Make) -> None:
     copier = make()
     copier.set_costs(
-        strided_ns=200, row_ns=1, batched_ns=5000, kernel_ns=100, engine_rate=300, kernel_rate=300, nic_rate=50
+        strided_ns=200, row_ns=1, batched_ns=5000, kernel_ns=100, kernel_piece_ns=1, engine_rate=300, kernel_rate=300, nic_rate=50
     )
     half = AREA // 2
     pieces = [
@@ -309,7 +407,7 @@ def test_calibration_keeps_counters_and_finds_costs(make: Make, gpu: Card) -> No
     assert copier.counters() == dict.fromkeys(WAYS, (0, 0, 0))
     costs = copier.costs()
     assert all(cost > 0 for cost in costs)
-    assert costs[6] == 50.0
+    assert costs[7] == 50.0
     assert bool((gpu.read(copier.destination + (1 << 20), 4096) == 0).all()), "more than 1 MiB was written"
 
 
@@ -352,10 +450,10 @@ def test_errors_of_the_driver_are_handed_on(make: Make, control: Control) -> Non
     calls = {STRIDED: "cuMemcpy2DAsync", BATCH: "cuMemcpyBatchAsync", KERNEL: "cuLaunchKernel"}
     for forced, name in calls.items():
         copier = make(forced)
-        copier.put(rows(64, 256, 512, 256))
+        listed = copier.put(rows(64, 256, 512, 256))
         control.fault(name, 1, 719)
         with copier.gpu.current():
-            assert copier.shim.shim_copy(copier.at, 0, 64) == 719
-            assert copier.shim.shim_copy(copier.at, 0, 64) == 0
+            assert copier.shim.shim_copy(copier.at, 0, listed) == 719
+            assert copier.shim.shim_copy(copier.at, 0, listed) == 0
         assert copier.shim.shim_error_name(copier.at, 719) == b"CUDA_ERROR_LAUNCH_FAILED"
         assert copier.shim.shim_error_name(copier.at, 12345) == b"CUDA_ERROR_UNKNOWN"

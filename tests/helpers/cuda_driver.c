@@ -480,29 +480,33 @@ static CUresult carry_out_all(struct stream *stream, const struct operation *ope
     return SUCCESS;
 }
 
-struct piece { /* as gather.cu reads it */
-    uint64_t source, destination;
-    uint32_t bytes, reserved;
+struct run { /* as gather.cu reads it */
+    uint64_t source, destination, source_step, destination_step;
+    uint32_t bytes, rows, first, reserved;
 };
 
+/* Also what gather.cu relies on: each run's `first` counts the pieces before it, and there are operation->value in all. */
 static CUresult run_kernel(struct stream *stream, const struct operation *operation)
 {
     struct range *list = NULL;
-    uint64_t wanted = operation->count * sizeof(struct piece), bytes = wanted;
-    struct copy *copies = checked(calloc(operation->count ? operation->count : 1, sizeof *copies));
+    uint64_t wanted = operation->count * sizeof(struct run), bytes = wanted, filled = 0;
+    struct copy *copies = checked(calloc(operation->value ? operation->value : 1, sizeof *copies));
     lock();
     uint8_t *memory = reach(&list, operation->address, &bytes, stream->context->device, 0);
     unlock();
     CUresult result = memory && bytes == wanted ? SUCCESS : ILLEGAL_ADDRESS;
     for (uint64_t i = 0; i < operation->count && !result; i++) {
-        struct piece piece;
-        memcpy(&piece, memory + i * sizeof piece, sizeof piece);
-        copies[i] = (struct copy){piece.destination, piece.source, piece.bytes};
+        struct run run;
+        memcpy(&run, memory + i * sizeof run, sizeof run);
+        if (run.first != filled || !run.rows || run.rows > operation->value - filled) result = ILLEGAL_ADDRESS;
+        for (uint64_t row = 0; row < run.rows && !result; row++)
+            copies[filled++] = (struct copy){run.destination + row * run.destination_step, run.source + row * run.source_step, run.bytes};
     }
+    if (filled != operation->value && !result) result = ILLEGAL_ADDRESS;
     lock();
     done_with(list);
     unlock();
-    if (!result) result = carry_out_all(stream, operation, copies, operation->count);
+    if (!result) result = carry_out_all(stream, operation, copies, filled);
     free(copies);
     return result;
 }
@@ -1729,14 +1733,16 @@ static CUresult launch_kernel(void *function, unsigned grid_x, unsigned grid_y, 
     if (!grid_x || grid_y != 1 || grid_z != 1 || !block_x || block_x > 1024 || block_y != 1 || block_z != 1 || shared_bytes > 49152 || extra)
         return leave(INVALID_VALUE);
     uint64_t list;
-    uint32_t count, lanes;
+    uint32_t count, pieces, lanes;
     memcpy(&list, parameters[0], sizeof list);
     memcpy(&count, parameters[1], sizeof count);
-    memcpy(&lanes, parameters[2], sizeof lanes);
+    memcpy(&pieces, parameters[2], sizeof pieces);
+    memcpy(&lanes, parameters[3], sizeof lanes);
     if (!lanes || block_x % lanes) return leave(INVALID_VALUE);
     struct operation *operation = operation_of(KERNEL);
     operation->address = list;
     operation->count = count;
+    operation->value = pieces;
     enqueue(stream, operation);
     return leave(SUCCESS);
 }
