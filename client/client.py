@@ -371,23 +371,23 @@ class Client:
         if self.remotes.any_local:
             memory.prepare_local()
         handles = cuda.handles_of(memory.gpu, address, nbytes)
-        request = protocol.Register(
-            self.connection.new_id(),
-            address,
-            nbytes,
-            shared=False,
-            offset=handles.offset,
-            rail=rail,
-            receive=receive,
-            memory="device",
-            device=memory.gpu.uuid,
-            handle=handles.kind,
-            handle_bytes=handles.allocation_bytes if handles.kind else 0,
-            ipc=handles.ipc,
-            dmabuf=handles.dmabuf >= 0,
-            dmabuf_offset=handles.dmabuf_offset,
-        )
         try:
+            request = protocol.Register(
+                self.connection.new_id(),
+                address,
+                nbytes,
+                shared=False,
+                offset=handles.offset,
+                rail=rail,
+                receive=receive,
+                memory="device",
+                device=memory.gpu.uuid,
+                handle=handles.kind,
+                handle_bytes=handles.allocation_bytes if handles.kind else 0,
+                ipc=handles.ipc,
+                dmabuf=handles.dmabuf >= 0,
+                dmabuf_offset=handles.dmabuf_offset,
+            )
             return self._register(request, keep, handles.fds)
         finally:
             handles.close()

@@ -369,16 +369,18 @@ def _compiled(major: int, minor: int) -> bytes:
         from cuda.bindings import nvrtc
 
         _, program = nvrtc.nvrtcCreateProgram(GATHER_SOURCE.read_bytes(), b"gather.cu", 0, [], [])
-        (result,) = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()])
-        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            _, size = nvrtc.nvrtcGetProgramLogSize(program)
-            log = bytes(size)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise CudaError(ErrorCode.GPU_ERROR, f"NVRTC says {result.name}: {log.decode(errors='replace')}")
-        _, size = nvrtc.nvrtcGetCUBINSize(program)
-        code = bytes(size)
-        nvrtc.nvrtcGetCUBIN(program, code)
-        nvrtc.nvrtcDestroyProgram(program)
+        try:
+            (result,) = nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{major}{minor}".encode()])
+            if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+                _, size = nvrtc.nvrtcGetProgramLogSize(program)
+                log = bytes(size)
+                nvrtc.nvrtcGetProgramLog(program, log)
+                raise CudaError(ErrorCode.GPU_ERROR, f"NVRTC says {result.name}: {log.decode(errors='replace')}")
+            _, size = nvrtc.nvrtcGetCUBINSize(program)
+            code = bytes(size)
+            nvrtc.nvrtcGetCUBIN(program, code)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
     except (ImportError, RuntimeError, OSError) as failure:
         raise CudaError(ErrorCode.NOT_SUPPORTED, f"no NVRTC to compile the gather kernel: {failure}") from None
     return code
@@ -467,7 +469,6 @@ def handles_of(gpu: Gpu, address: int, nbytes: int) -> Handles:
         if beyond > 0 or (first and not last):  # a copy from or to there would end the context
             passed = f"passes the end of its allocation by {beyond}" if beyond > 0 else "is not mapped to its end"
             raise ArgumentError(ErrorCode.OUT_OF_BOUNDS, f"{address:#x} + {nbytes} bytes of GPU memory {passed}")
-        dmabuf, dmabuf_offset = _dmabuf(address, nbytes)
         if first:  # of the VMM calls; its range is the whole reservation, in which several allocations may lie
             unit = gpu.granularity()
             start = address // unit * unit
@@ -477,12 +478,12 @@ def handles_of(gpu: Gpu, address: int, nbytes: int) -> Handles:
             while end < at.base + at.nbytes and _allocation_at(end) == first:
                 end += unit
             vmm = _exported(address) if last == first else -1
-            return Handles(vmm, b"", address - start, end - start, dmabuf, dmabuf_offset)
+            return Handles(vmm, b"", address - start, end - start, *_dmabuf(address, nbytes))
         ipc = b""
         with contextlib.suppress(CudaError):
             raw = _call("cuIpcGetMemHandle", at.base)
             ipc = ctypes.string_at(raw.getPtr(), IPC_BYTES)  # cuda-python hides the bytes
-    return Handles(-1, ipc, address - at.base, at.nbytes, dmabuf, dmabuf_offset)
+        return Handles(-1, ipc, address - at.base, at.nbytes, *_dmabuf(address, nbytes))
 
 
 def _allocation_at(address: int) -> int:
@@ -502,7 +503,8 @@ def _exported(address: int) -> int:
     except CudaError:  # made without a handle type that can be exported
         return -1
     finally:
-        _call("cuMemRelease", handle)
+        with contextlib.suppress(CudaError):  # the descriptor would be lost
+            _call("cuMemRelease", handle)
 
 
 def _dmabuf(address: int, nbytes: int) -> tuple[int, int]:

@@ -135,7 +135,6 @@ static rg_result copy_by_kernel(struct rg_copier *copier, struct rg_run *runs, u
     uint32_t lanes = bytes / piece_count < 512 ? 16 : 32; /* threads of one piece: 16 bytes each at a time */
     uint64_t list = (uint64_t)(uintptr_t)runs;
     void *parameters[] = {&list, &run_count, &piece_count, &lanes};
-    for (uint32_t i = 0, first = 0; i < run_count; first += runs[i++].rows) runs[i].first = first;
     count(copier, RG_KERNEL, 1, piece_count, bytes);
     return copier->api->cuLaunchKernel(copier->kernel, copier->thread_blocks, 1, 1, BLOCK_THREADS, 1, 1, 0, copier->stream, parameters, NULL);
 }
@@ -144,7 +143,7 @@ static rg_result copy_by_kernel(struct rg_copier *copier, struct rg_run *runs, u
 
 static int may_be_strided(const struct rg_run *run)
 {
-    return run->rows >= ROWS_MIN && run->source_step >= run->bytes && run->destination_step >= run->bytes && run->source_step <= PITCH_MAX &&
+    return run->source_step >= run->bytes && run->destination_step >= run->bytes && run->source_step <= PITCH_MAX &&
            run->destination_step <= PITCH_MAX;
 }
 
@@ -179,15 +178,23 @@ rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t run_count)
     struct rg_run *runs = runs_of(copier, list);
     uint32_t rest = 0;
     uint64_t rest_pieces = 0, rest_bytes = 0;
+    uint32_t rows = 0, bytes = 0; /* of the run that was decided last: most are like the one before */
+    int keeps_up = 0;
     for (uint32_t at = 0; at < run_count; at++) {
-        if (may_be_strided(&runs[at]) && strided_keeps_up(copier, &runs[at])) {
+        if (runs[at].rows != rows || runs[at].bytes != bytes) {
+            rows = runs[at].rows;
+            bytes = runs[at].bytes;
+            keeps_up = rows >= ROWS_MIN && strided_keeps_up(copier, &runs[at]);
+        }
+        if (keeps_up && may_be_strided(&runs[at])) {
             rg_result result = copy_strided(copier, &runs[at]);
             if (result) return result;
             continue;
         }
-        rest_pieces += runs[at].rows;
-        rest_bytes += (uint64_t)runs[at].rows * runs[at].bytes;
-        if (rest++ != at) runs[rest - 1] = runs[at];
+        if (rest != at) runs[rest] = runs[at];
+        runs[rest++].first = (uint32_t)rest_pieces;
+        rest_pieces += rows;
+        rest_bytes += (uint64_t)rows * bytes;
     }
     if (!rest) return 0;
     if (batch_keeps_up(copier, rest_pieces, rest_bytes)) return copy_batch(copier, runs, rest, rest_pieces, rest_bytes);

@@ -171,8 +171,9 @@ static uint32_t list_run(struct slot_listing *l, const struct rc_run *run)
     uint64_t step = join_each_other ? first->length : packed(first->length), at = joined ? l->end : packed(l->end);
     if (at >= l->limit || first->length > l->limit - at) return 0;
     if (joined && !join_each_other && at != packed(at)) return 0; /* the second one is at another distance: as single pieces */
-    uint64_t room = (l->limit - at - first->length) / step + 1;
-    uint32_t entries_left = l->entries_max - l->entries, count = run->count < room ? run->count : (uint32_t)room;
+    uint64_t room = l->limit - at - first->length;
+    uint32_t entries_left = l->entries_max - l->entries, count = run->count;
+    if ((count - 1) * step > room) count = (uint32_t)(room / step) + 1;
     if (join_each_other && !joined && !entries_left) return 0;
     if (!join_each_other && count > entries_left + (uint32_t)joined) count = entries_left + (uint32_t)joined;
     if (!count || !rg_add(&l->runs, (struct rg_run){first->source, l->base + at, run->source_step, step, (uint32_t)first->length, count, 0, 0}))

@@ -457,3 +457,17 @@ def test_errors_of_the_driver_are_handed_on(make: Make, control: Control) -> Non
             assert copier.shim.shim_copy(copier.at, 0, listed) == 0
         assert copier.shim.shim_error_name(copier.at, 719) == b"CUDA_ERROR_LAUNCH_FAILED"
         assert copier.shim.shim_error_name(copier.at, 12345) == b"CUDA_ERROR_UNKNOWN"
+
+
+def test_compiling_the_kernel_leaves_no_program(
+    gpu: Card, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = ctypes.CDLL("libnvrtc.so.13").stand_in_programs
+    monkeypatch.setenv("CUDA_DRIVER_NVRTC_FAILS", "1")
+    cuda._compiled.cache_clear()
+    with pytest.raises(cuda.CudaError, match="NVRTC says"):
+        gpu.gather_kernel()
+    assert programs() == 0
+    monkeypatch.delenv("CUDA_DRIVER_NVRTC_FAILS")
+    assert gpu.gather_kernel()
+    assert programs() == 0

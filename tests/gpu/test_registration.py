@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator
 from typing import Any
@@ -250,6 +251,18 @@ def test_descriptors_for_other_processes(gpu: Card) -> None:
     assert bool((gpu.read(again.address + found.offset, 64) == 7).all())
     gpu.unmap(again)
     found.close()
+
+
+@pytest.mark.parametrize("function", ["cuMemGetAllocationGranularity", "cuMemRetainAllocationHandle"])
+def test_handles_that_cannot_be_had_leave_no_descriptor(gpu: Card, control: Control, function: str) -> None:
+    mapped = gpu.allocated(4 << 20, "vmm")
+    before = leaks.held()
+    for at in range(1, 8):
+        control.fault(function, at, 999)
+        with contextlib.suppress(cuda.CudaError, RelayError):
+            cuda.handles_of(gpu, mapped, 4096).close()
+    control.recover()
+    assert not leaks.left_behind(before)
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,86 @@ def test_small_pieces_whose_destinations_join(connect: Connect) -> None:
     assert lane["gpu_strided_pieces"] + lane["gpu_batch_pieces"] + lane["gpu_kernel_pieces"] == count
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Of unequal tensor parallelism: one of ``of`` heads of each token in each layer goes where the pages hold it alone,
+    or with ``onto`` heads in all."""
+
+    head_bytes: int
+    tokens: int = 16
+    layers: int = 3
+    of: int = 4
+    onto: int = 1
+
+    def layout(self, heads: int, which: int, address: int, page_count: int) -> PageLayout:
+        page_bytes = self.tokens * heads * self.head_bytes
+        whole = PageLayout.strided(address, self.layers, page_count * page_bytes, page_bytes, page_bytes)
+        return whole.split(self.tokens).heads(which, 1, heads)
+
+    def room(self, heads: int, page_count: int) -> int:
+        return -(-self.layers * page_count * self.tokens * heads * self.head_bytes // 4096) * 4096
+
+
+def blocks_of(layout: PageLayout, pages: Offsets, address: int) -> Offsets:
+    return (layout.starts()[None, :] - np.uint64(address) + pages.astype(np.uint64)[:, None] * np.uint64(layout.page_stride)).ravel()
+
+
+ORDERS: dict[str, Callable[[int], Any]] = {
+    "in order": lambda count: (np.arange(count), np.arange(count)),
+    "shuffled": lambda count: tuple(np.random.default_rng(side).permutation(count) for side in (1, 2)),
+    "every other, back": lambda count: (np.arange(count)[::2], np.arange(count)[::-1][::2]),
+    "from few to many": lambda count: (np.arange(count // 2), np.random.default_rng(3).permutation(count)[: count // 2]),
+}
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(256), Heads(128), Heads(96), Heads(1), Heads(256, onto=2), Heads(1152, tokens=1), Heads(300, 7, 5, 3), Heads(256, 1, 40)],
+    ids=str,
+)
+@pytest.mark.parametrize("copy", [Copy.KERNEL, Copy.STRIDED])
+def test_heads_of_unequal_tensor_parallelism(connect: Connect, heads: Heads, copy: Copy) -> None:
+    """Slots of 64 KiB end anywhere in a page, and in a piece."""
+    page_count = 41
+    pair = connect(copy=copy, relay={"slots": 4, "slot_bytes": "64KiB", "direct_slice_bytes": "64KiB"})
+    source = gpus.make(pair.sender, heads.room(heads.of, page_count), "gpu", pair.gpu)
+    destination = gpus.make(pair.receiver, heads.room(heads.onto, page_count), "gpu", pair.other)
+    link = gpus.link(pair.sender, pair.receiver, source, destination)
+    content = patterns.content(source.nbytes, 3)
+    source.write(content)
+    from_layout = heads.layout(heads.of, heads.of - 1, source.address, page_count)
+    to_layout = heads.layout(heads.onto, 0, link.remote.address, page_count)
+    for order in ORDERS.values():
+        taken, put = order(page_count)
+        pair.sender.write_pages(link.remote, from_layout, taken, to_layout, put).wait(20)
+        sources = blocks_of(from_layout, taken, source.address)
+        destinations = blocks_of(to_layout, put, link.remote.address)
+        assert carried(link, sources, destinations, np.full(len(sources), heads.head_bytes, np.uint64), content)
+        link.destination.write(np.zeros(link.destination.nbytes, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("heads", "order", "most"),
+    [
+        (Heads(256), "shuffled", 3 * 41),  # a page of a layer
+        (Heads(64), "shuffled", 3 * 41),
+        (Heads(256, tokens=1), "in order", 3),  # a layer
+        (Heads(256), "in order", 3),
+    ],
+    ids=str,
+)
+def test_pieces_that_join_are_few_remote_writes(connect: Connect, heads: Heads, order: str, most: int) -> None:
+    page_count = 41
+    pair = connect(relay={"slots": 4, "slot_bytes": "1MiB"})
+    link = pair.link(2 << 20)
+    taken, put = ORDERS[order](page_count)
+    from_layout = heads.layout(heads.of, 1, link.source.address, page_count)
+    to_layout = heads.layout(heads.onto, 0, link.remote.address, page_count)
+    pair.sender.write_pages(link.remote, from_layout, taken, to_layout, put).wait(20)
+    (lane,) = (lane for lane in pair.nodes[0].cli("lanes")["lanes"] if lane["bytes"])
+    assert lane["blocks"] <= most
+
+
 @pytest.mark.parametrize("rails", [1, 3])
 def test_several_rails(connect: Connect, rails: int) -> None:
     pair = connect(rails=rails)
