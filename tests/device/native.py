@@ -25,7 +25,16 @@ PIECE: Final = np.dtype([("source", "<u8"), ("destination", "<u8"), ("bytes", "<
 Pieces = npt.NDArray[np.void]
 RUN_BYTES: Final = 48  # struct rg_run
 _SCRATCH_BYTES: Final = 1 << 20
-_COSTS: Final = ("strided_ns", "row_ns", "batched_ns", "kernel_ns", "kernel_piece_ns", "engine_rate", "kernel_rate", "nic_rate")
+_COSTS: Final = (
+    "strided_ns",
+    "row_ns",
+    "batched_ns",
+    "kernel_ns",
+    "kernel_piece_ns",
+    "engine_rate",
+    "kernel_rate",
+    "nic_rate",
+)
 
 
 class Slots(ctypes.Structure):
@@ -43,9 +52,7 @@ class Slots(ctypes.Structure):
     @classmethod
     def of(cls, library: ctypes.CDLL, pieces: Pieces, starts: npt.NDArray[np.uint64]) -> Slots:
         runs, run_starts = np.zeros(len(pieces) * RUN_BYTES, np.uint8), np.zeros(len(starts), np.uint64)
-        made = cls(
-            pieces.ctypes.data, starts.ctypes.data, len(starts) - 1, runs.ctypes.data, run_starts.ctypes.data
-        )
+        made = cls(pieces.ctypes.data, starts.ctypes.data, len(starts) - 1, runs.ctypes.data, run_starts.ctypes.data)
         library.rd_list_runs(ctypes.byref(made), runs.ctypes.data, run_starts.ctypes.data)
         made._keep = (pieces, starts, runs, run_starts)
         return made

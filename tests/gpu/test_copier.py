@@ -72,7 +72,14 @@ class Copier:
         runs = np.zeros((len(pieces), 6), np.int64)
         for number, (source, destination, *rest) in enumerate(pieces):
             source_step, destination_step, size, count = rest if len(rest) > 1 else (0, 0, *rest, 1)
-            runs[number] = self.source + source, self.destination + destination, source_step, destination_step, size, count
+            runs[number] = (
+                self.source + source,
+                self.destination + destination,
+                source_step,
+                destination_step,
+                size,
+                count,
+            )
         listed: int = self.shim.shim_put(self.at, which, len(runs), runs.ctypes.data)
         return listed
 
@@ -359,7 +366,14 @@ def test_without_copy_batches_pieces_are_copied_one_by_one(make: Make) -> None:
 def test_the_cheapest_way_that_keeps_up_is_chosen(make: Make) -> None:
     copier = make()
     copier.set_costs(
-        strided_ns=2000, row_ns=4, batched_ns=500, kernel_ns=4000, kernel_piece_ns=2, engine_rate=300, kernel_rate=100, nic_rate=50
+        strided_ns=2000,
+        row_ns=4,
+        batched_ns=500,
+        kernel_ns=4000,
+        kernel_piece_ns=2,
+        engine_rate=300,
+        kernel_rate=100,
+        nic_rate=50,
     )
     large = scattered([64 * KIB] * 20, 1, 256)
     small = scattered([256] * 1000, 2, 64)
@@ -384,7 +398,14 @@ def test_the_cheapest_way_that_keeps_up_is_chosen(make: Make) -> None:
 def test_mixed_lists_take_several_ways_at_once(make: Make) -> None:
     copier = make()
     copier.set_costs(
-        strided_ns=200, row_ns=1, batched_ns=5000, kernel_ns=100, kernel_piece_ns=1, engine_rate=300, kernel_rate=300, nic_rate=50
+        strided_ns=200,
+        row_ns=1,
+        batched_ns=5000,
+        kernel_ns=100,
+        kernel_piece_ns=1,
+        engine_rate=300,
+        kernel_rate=300,
+        nic_rate=50,
     )
     half = AREA // 2
     pieces = [
@@ -459,9 +480,8 @@ def test_errors_of_the_driver_are_handed_on(make: Make, control: Control) -> Non
         assert copier.shim.shim_error_name(copier.at, 12345) == b"CUDA_ERROR_UNKNOWN"
 
 
-def test_compiling_the_kernel_leaves_no_program(
-    gpu: Card, control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("control")  # of the stand-in, which counts them
+def test_compiling_the_kernel_leaves_no_program(gpu: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = ctypes.CDLL("libnvrtc.so.13").stand_in_programs
     monkeypatch.setenv("CUDA_DRIVER_NVRTC_FAILS", "1")
     cuda._compiled.cache_clear()

@@ -1,4 +1,4 @@
-"""The gather kernel's arithmetic (gather.cu), run by threads of the CPU; what a GPU does with it is in test_copier.py."""
+"""The gather kernel's arithmetic (gather.cu), run by threads of the CPU; test_copier.py has it on a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     subprocess.run([compiler, *flags, "-o", str(made), str(wrapper)], check=True, timeout=120)
     function = ctypes.CDLL(str(made)).launch
     function.argtypes, function.restype = [ctypes.c_void_p, *[ctypes.c_uint32] * 5], None
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def runs_of(seed: int, count: int, most_rows: int, alignment: int) -> np.ndarray:
@@ -73,7 +73,8 @@ def runs_of(seed: int, count: int, most_rows: int, alignment: int) -> np.ndarray
 
 @pytest.mark.parametrize(("lanes", "alignment"), [(16, 1), (32, 4), (16, 16), (32, 16)])
 @pytest.mark.parametrize(
-    ("count", "most_rows", "blocks"), [(1, 1, 1), (1, 300, 4), (40, 1, 4), (30, 40, 4), (9, 200, 3), (3, 2, 7), (60, -300, 4)]
+    ("count", "most_rows", "blocks"),
+    [(1, 1, 1), (1, 300, 4), (40, 1, 4), (30, 40, 4), (9, 200, 3), (3, 2, 7), (60, -300, 4)],
 )
 def test_every_piece_is_copied_once(
     launch: Launch, lanes: int, alignment: int, count: int, most_rows: int, blocks: int
@@ -90,7 +91,10 @@ def test_every_piece_is_copied_once(
         for run in runs:
             steps = np.array([run["source_step"], run["destination_step"]]).view(np.int64)
             for row in range(int(run["rows"])):
-                taken, put = (int(run[side]) + row * int(step) for side, step in zip(RUN.names[:2], steps, strict=True))
+                taken, put = (
+                    int(run[side]) + row * int(step)
+                    for side, step in zip(("source", "destination"), steps, strict=True)
+                )
                 expected[put : put + int(run["bytes"])] = source[taken : taken + int(run["bytes"])]
         runs["source"] += np.uint64(aligned.ctypes.data)
         runs["destination"] += np.uint64(found.ctypes.data)
