@@ -252,7 +252,7 @@ class Side:
         pages, relay = far + np.uint64(self._pages), near + np.uint64(self._slots)
         pieces["source"], pieces["destination"] = (pages, relay) if self._push else (relay, pages)
         pieces["bytes"] = case.piece_bytes
-        return fill.Work(pieces, np.arange(slots + 1, dtype=np.uint64) * np.uint64(each)), case.rows
+        return fill.Work(self._library, pieces, np.arange(slots + 1, dtype=np.uint64) * np.uint64(each)), case.rows
 
     def _made_pacing(self) -> Pacing:
         self._word = Shared(4096)

@@ -70,7 +70,7 @@ struct rd_paced {
     double issue_ns; /* of that, in calls */
 };
 
-static rg_result copy_2d(const struct rg_copier *copier, const struct rg_piece *piece, uint32_t rows, uint64_t source, uint64_t source_pitch)
+static rg_result copy_2d(const struct rg_copier *copier, const struct rd_piece *piece, uint32_t rows, uint64_t source, uint64_t source_pitch)
 {
     struct rg_2d copy = {.source_type = MEMORY_UNIFIED,
                          .source = source,
@@ -83,7 +83,7 @@ static rg_result copy_2d(const struct rg_copier *copier, const struct rg_piece *
     return copier->api->cuMemcpy2DAsync(&copy, copier->stream);
 }
 
-static rg_result copy_strided(const struct rg_copier *copier, const struct rg_piece *pieces, uint64_t count, uint32_t rows)
+static rg_result copy_strided(const struct rg_copier *copier, const struct rd_piece *pieces, uint64_t count, uint32_t rows)
 {
     rg_result result = 0;
     for (uint64_t at = 0; at + rows <= count && !result; at += rows)
@@ -92,7 +92,7 @@ static rg_result copy_strided(const struct rg_copier *copier, const struct rg_pi
 }
 
 /* The slot, which is contiguous, to another GPU, and from there to the pages: both are copies between GPUs. */
-static rg_result copy_by_hops(const struct rg_copier *copier, uint64_t hop, const struct rg_piece *pieces, uint64_t count, uint32_t rows)
+static rg_result copy_by_hops(const struct rg_copier *copier, uint64_t hop, const struct rd_piece *pieces, uint64_t count, uint32_t rows)
 {
     uint64_t of_page = (uint64_t)rows * pieces->bytes;
     rg_result result = copier->api->cuMemcpyAsync(hop, pieces->source, count / rows * of_page, copier->stream);
@@ -101,7 +101,7 @@ static rg_result copy_by_hops(const struct rg_copier *copier, uint64_t hop, cons
     return result;
 }
 
-static rg_result copy_strided_overlap(const struct rg_copier *copier, const struct rd_pacing *pacing, const struct rg_piece *pieces,
+static rg_result copy_strided_overlap(const struct rg_copier *copier, const struct rd_pacing *pacing, const struct rd_piece *pieces,
                                       uint64_t count, uint32_t rows)
 {
     struct op_3d operations[OPS_MAX];
@@ -118,7 +118,7 @@ static rg_result copy_strided_overlap(const struct rg_copier *copier, const stru
     return pacing->cuMemcpy3DBatchAsync(ops, operations, 0, copier->stream);
 }
 
-static rg_result copy_batch(const struct rg_copier *copier, const struct rg_piece *pieces, uint64_t count, uint32_t flags)
+static rg_result copy_batch(const struct rg_copier *copier, const struct rd_piece *pieces, uint64_t count, uint32_t flags)
 {
     struct rg_attributes attributes = {.source_access_order = ACCESS_ORDER_STREAM, .flags = flags};
     uint64_t start = 0;
@@ -130,19 +130,19 @@ static rg_result copy_batch(const struct rg_copier *copier, const struct rg_piec
     return copier->api->cuMemcpyBatchAsync(copier->destinations, copier->sources, copier->sizes, count, &attributes, &start, 1, copier->stream);
 }
 
-static rg_result copy_by_kernel(struct rg_copier *copier, const struct rg_piece *pieces, uint64_t count)
+static rg_result copy_by_kernel(struct rg_copier *copier, const struct rd_piece *pieces, uint64_t count)
 {
-    struct rg_piece *list = rg_list(copier, 0);
+    struct rg_listing listing = rg_list(copier, 0);
     int32_t forced = copier->forced;
-    for (uint64_t i = 0; i < count; i++) list[i] = pieces[i];
+    for (uint64_t i = 0; i < count; i++) rg_add(&listing, rd_run_of(pieces[i]));
     copier->forced = RG_KERNEL;
-    rg_result result = rg_copy(copier, 0, (uint32_t)count);
+    rg_result result = rg_copy(copier, 0, listing.count);
     copier->forced = forced;
     return result;
 }
 
 /* A slot's pieces are pages of `rows` pieces, each a strided run. */
-static rg_result copy_slot(struct rg_copier *copier, const struct rd_pacing *pacing, enum way way, const struct rg_piece *pieces,
+static rg_result copy_slot(struct rg_copier *copier, const struct rd_pacing *pacing, enum way way, const struct rd_piece *pieces,
                            uint64_t count, uint32_t rows)
 {
     switch (way) {
@@ -188,7 +188,7 @@ rg_result rd_pace(struct rg_copier *copier, const struct rd_slots *slots, const 
     double began = rd_now_ns(), due = began, now = began;
     for (uint64_t number = 1; !result && now < end_ns; number++) {
         uint64_t slot = number % slots->count, bytes = 0;
-        const struct rg_piece *pieces = slots->pieces + slots->starts[slot];
+        const struct rd_piece *pieces = slots->pieces + slots->starts[slot];
         uint64_t count = slots->starts[slot + 1] - slots->starts[slot];
         for (uint64_t i = 0; i < count; i++) bytes += pieces[i].bytes;
         while ((now = rd_now_ns()) < due) rd_pause();
