@@ -82,6 +82,8 @@ address = "127.0.0.1"
 # rate_gbit = 400               # emulated: Gbit/s
 # memory = "host"               # emulated: relay memory; "device": memory of the GPU that `gpu` names
 # gpu = ""                      # emulated, memory = "device": UUID, "GPU-...", or number
+# copies = "auto"               # emulated, memory = "device": "engines": the GPU's copy engines only, however slow;
+#                               # "auto": a kernel for what they cannot carry at the rate
 # cpu = -1                      # core that the rail's thread is pinned to; -1: none
 # port = 0                      # 0: the kernel chooses
 """
@@ -174,6 +176,7 @@ class Rail(_Section, frozen=True):
     rate_gbit: float = 400
     memory: str = "host"
     gpu: str | int = ""
+    copies: str = "auto"
     cpu: int = -1
     port: int = 0
 
@@ -346,6 +349,9 @@ def _check_rail(config: Config, index: int) -> None:
         _demand(named, f"{name}.gpu", rail.gpu, 'a UUID, "GPU-...", or number, as memory = "device"')
     else:
         _demand(rail.gpu == "", f"{name}.gpu", rail.gpu, 'none without memory = "device"')
+    ways = ("auto", "engines") if rail.memory == "device" else ("auto",)
+    expected = " or ".join(map(_shown, ways))
+    _demand(rail.copies in ways, f"{name}.copies", rail.copies, f"{expected} with memory = {_shown(rail.memory)}")
     for option, (least, most) in _RAIL_RANGES.items():
         _check_range(f"{name}.{option}", getattr(rail, option), least, most)
     cores = sorted(os.sched_getaffinity(0))

@@ -73,7 +73,7 @@ class Helper:
         for option, value in zip(("ring-fd", "kick-fd", "socket-fd", "daemon"), (*fds, os.getpid()), strict=True):
             command += [f"--{option}", str(value)]
         if options.memory == "device":
-            command += ["--gpu", str(options.gpu)]
+            command += ["--gpu", str(options.gpu), "--copies", options.copies]
         try:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
         except BaseException:

@@ -25,7 +25,7 @@ import msgspec
 from railrelay.client import protocol
 from railrelay.client.errors import RelayError
 from railrelay.client.protocol import Message
-from railrelay.daemon.emulator import GPU_FUNCTIONS, Mover
+from railrelay.daemon.emulator import EVENTS, GPU_FUNCTIONS, Mover
 
 MESSAGE_BYTES: Final = 4096
 SCRATCH_BYTES: Final = 1 << 20
@@ -99,29 +99,31 @@ class HostMemory:
 class GpuMemory:
     """Everything is copied by one GPU: its own memory, that of others over NVLink or PCIe, and pinned host memory."""
 
-    def __init__(self, mover: Mover, gpu: str) -> None:
-        """RelayError, OSError."""
+    def __init__(self, mover: Mover, gpu: str, copies: str) -> None:
+        """``copies``: as in the configuration. RelayError, OSError."""
         from railrelay.client import cuda
 
         self._mover = mover
         self._gpu = cuda.Gpu(gpu)
         self._undo: dict[int, Callable[[], None]] = {}
         self.device = self._gpu.uuid
-        try:
-            kernel = self._gpu.gather_kernel()
-        except cuda.CudaError as failure:
-            log.warning("no gather kernel, small pieces will be late: %s", failure.text)
-            kernel = 0
+        kernel = 0
+        if copies != "engines":
+            try:
+                kernel = self._gpu.gather_kernel()
+            except cuda.CudaError as failure:
+                log.warning("no gather kernel, small pieces will be late: %s", failure.text)
         pinned = self._gpu.host_alloc(mover.list_bytes)
         scratch = self._gpu.alloc(2 * SCRATCH_BYTES)
+        stream = self._gpu.stream()
         with self._gpu.current():
             mover.use_gpu(
                 cuda.function_addresses(list(GPU_FUNCTIONS)),
                 context=self._gpu.context,
-                stream=self._gpu.stream(),
+                stream=stream,
                 kernel=kernel,
                 lists=pinned,
-                signal=self._gpu.host_alloc(4096),
+                events=[self._gpu.recorded(stream) for _ in range(EVENTS)],
                 scratch_source=scratch,
                 scratch_destination=scratch + SCRATCH_BYTES,
             )
@@ -169,6 +171,7 @@ class Options:
     socket_fd: int
     daemon: int
     gpu: str
+    copies: str
 
 
 def main() -> int:
@@ -186,7 +189,7 @@ def main() -> int:
     with socket.socket(fileno=options.socket_fd) as daemon:
         mover = Mover(options.ring_fd, options.kick_fd)
         try:
-            memory: Memory = GpuMemory(mover, options.gpu) if options.gpu else HostMemory(mover)
+            memory: Memory = GpuMemory(mover, options.gpu, options.copies) if options.gpu else HostMemory(mover)
         except (RelayError, OSError) as failure:
             text = failure.text if isinstance(failure, RelayError) else failure.strerror or str(failure)
             with contextlib.suppress(BrokenPipeError):
@@ -246,8 +249,13 @@ def _summary(rail: str, mover: Mover) -> str:
     return (
         f"rail {rail}: emulated NIC of {8e-9 * mover.bytes_per_s:g} Gbit/s: {found['bytes'] / MIB:.1f} MiB in"
         f" {found['requests']} requests{achieved}; {found['late_copies']} copies were late, at most by"
-        f" {found['late_max_ns'] / 1000:.0f} us"
+        f" {found['late_max_ns'] / 1000:.0f} us{_ways(mover)}"
     )
+
+
+def _ways(mover: Mover) -> str:
+    ways = {way: nbytes for way, nbytes in mover.copied_by().items() if nbytes}
+    return f"; copied by {', '.join(f'{way} {nbytes / MIB:.1f} MiB' for way, nbytes in ways.items())}" if ways else ""
 
 
 def _options() -> Options:
@@ -256,6 +264,7 @@ def _options() -> Options:
     for name in ("ring-fd", "kick-fd", "socket-fd", "daemon"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--gpu", default="")
+    parser.add_argument("--copies", default="auto")
     return Options(**vars(parser.parse_args()))
 
 

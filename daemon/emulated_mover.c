@@ -13,6 +13,7 @@
 #define SPIN_NS 60000u               /* a sleep may last this much longer than asked for */
 #define IDLE_SPIN_NS 20000u
 #define LATENCY_NS 5000u /* a NIC has one too: a copy that ends within it after the wire has not held the wire up */
+#define CUDA_NOT_READY 600
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -191,28 +192,59 @@ static void raise_to(uint64_t *word, uint64_t value)
     if (value > rr_load_relaxed_u64(word)) rr_store_relaxed_u64(word, value);
 }
 
-/* Ends the oldest request if its copy has ended and the wire would have sent it by now. due_ns: when it would; 0: its
- * copy goes on. */
+static int gpu_failed(struct re_mover *m, const char *call, rg_result result)
+{
+    m->gpu_call = call;
+    m->gpu_error = result;
+    return -EIO;
+}
+
+/* Whether the copies of the oldest request have ended. -EIO: a CUDA call failed. */
+static int is_copied(struct re_mover *m, struct re_started *state)
+{
+    if (state->copied_ns) return 1;
+    rg_result result = m->copier.api->cuEventQuery(m->events[m->placed % RE_STARTED]);
+    if (result == CUDA_NOT_READY) return 0;
+    if (result) return gpu_failed(m, "cuEventQuery", result);
+    state->copied_ns = rr_now_ns();
+    return 1;
+}
+
+/* Ends the oldest request if its copies have ended and the wire would have sent it by now; 0 if not yet, -EIO: a CUDA
+ * call failed. due_ns: until then nothing can end; 0: only its copies are waited for.
+ *
+ * A copy that is late holds up its own request, not the wire: those behind it catch up. Else each moment that this
+ * thread or the GPU has for others would be lost for ever, which no real NIC does. Copies that are slower than the wire
+ * are late each time, and then they alone are the pace. */
 static int end_oldest(struct re_mover *m, uint64_t now, uint64_t *due_ns)
 {
     *due_ns = 0;
     if (m->placed == m->started) return 0;
     struct re_request *request = &re_requests(m->ring)[m->placed % RE_REQUESTS];
     struct re_started *state = &m->state[m->placed % RE_STARTED];
-    if (!state->copied_ns && rr_load_acquire_u64(m->signal) > m->placed) state->copied_ns = now;
-    if (!state->copied_ns) return 0;
     struct re_statistics *statistics = &m->ring->statistics;
     if (state->result == RR_OK) {
         uint64_t begin = request->posted_ns > m->wire_free_ns ? request->posted_ns : m->wire_free_ns;
         uint64_t due = begin + wire_ns(m, request->bytes);
-        *due_ns = due;
-        if (now < due && !rr_load_relaxed_u32(&request->cancel)) return 0;
+        int cancelled = rr_load_relaxed_u32(&request->cancel) != 0;
+        if (now + SPIN_NS < due && !cancelled) { /* the driver is not asked before it matters */
+            *due_ns = due;
+            return 0;
+        }
+        int copied = is_copied(m, state);
+        if (copied <= 0) return copied;
+        if (now < due && !cancelled) {
+            *due_ns = due;
+            return 0;
+        }
         uint64_t late = state->copied_ns > due + LATENCY_NS ? state->copied_ns - due - LATENCY_NS : 0;
-        m->wire_free_ns = due + late;
+        uint64_t from = begin > m->ended_ns ? begin : m->ended_ns;
+        m->wire_free_ns = due;
+        if (due + late > m->ended_ns) m->ended_ns = due + late;
         rr_counter_add(&statistics->requests, 1);
         rr_counter_add(&statistics->bytes, request->bytes);
         rr_counter_add(&statistics->busy_ns, due - begin);
-        rr_counter_add(&statistics->active_ns, due - begin + late);
+        rr_counter_add(&statistics->active_ns, m->ended_ns > from ? m->ended_ns - from : 0);
         rr_counter_add(&statistics->late_copies, late != 0);
         rr_counter_add(&statistics->late_ns, late);
         raise_to(&statistics->late_max_ns, late);
@@ -224,10 +256,11 @@ static int end_oldest(struct re_mover *m, uint64_t now, uint64_t *due_ns)
     return 1;
 }
 
+/* Host memory only: there the oldest is the last one that was copied. */
 static void end_due(struct re_mover *m)
 {
     uint64_t due;
-    while (end_oldest(m, rr_now_ns(), &due)) continue;
+    while (end_oldest(m, rr_now_ns(), &due) > 0) continue;
 }
 
 static uint32_t copy_on_host(struct re_mover *m, const struct re_request *request)
@@ -248,13 +281,6 @@ static uint32_t copy_on_host(struct re_mover *m, const struct re_request *reques
     return patches == rr_guard_patches() ? (uint32_t)RR_OK : cut_off(m, request);
 }
 
-static int gpu_failed(struct re_mover *m, const char *call, rg_result result)
-{
-    m->gpu_call = call;
-    m->gpu_error = result;
-    return -EIO;
-}
-
 static int copy_on_gpu(struct re_mover *m, const struct re_request *request)
 {
     uint32_t list = (uint32_t)(m->started % RE_STARTED);
@@ -263,8 +289,8 @@ static int copy_on_gpu(struct re_mover *m, const struct re_request *request)
         rg_add(&listing, (struct rg_run){m->pieces[i].source, m->pieces[i].destination, 0, 0, m->pieces[i].bytes, 1, 0, 0});
     rg_result result = rg_copy(&m->copier, list, listing.count);
     if (result) return gpu_failed(m, "copy", result);
-    result = rg_signal(&m->copier, (uint64_t)(uintptr_t)m->signal, m->started + 1);
-    return result ? gpu_failed(m, "cuStreamWriteValue64", result) : 0;
+    result = m->cuEventRecord(m->events[list], m->copier.stream);
+    return result ? gpu_failed(m, "cuEventRecord", result) : 0;
 }
 
 /* Begins the next request's copy. 0 or -EIO. */
@@ -306,10 +332,9 @@ static void sleep_at_most(struct re_mover *m, uint64_t timeout_ns)
 
 int re_run(struct re_mover *m)
 {
-    uint64_t idle_since = 0, none = 0;
+    uint64_t idle_since = 0;
     prctl(PR_SET_TIMERSLACK, 1000ul);
     prctl(PR_SET_NAME, "emulated-wire");
-    if (!m->signal) m->signal = &none;
     if (m->copier.api) {
         rg_result result = rg_enter(&m->copier);
         if (result) return gpu_failed(m, "cuCtxSetCurrent", result);
@@ -324,7 +349,9 @@ int re_run(struct re_mover *m)
             work_count = 1;
         }
         uint64_t now = rr_now_ns();
-        work_count += end_oldest(m, now, &due);
+        int ended = end_oldest(m, now, &due);
+        if (ended < 0) return ended;
+        work_count += ended;
         if (work_count) {
             idle_since = 0;
             continue;

@@ -22,7 +22,7 @@ struct re_memory {
 
 struct re_started {
     uint32_t result;
-    uint64_t copied_ns; /* 0: not yet */
+    uint64_t copied_ns; /* when it was seen; 0: not yet */
 };
 
 struct re_mover {
@@ -35,11 +35,16 @@ struct re_mover {
     uint32_t stop;
     struct re_piece *pieces; /* of the request being started, in this process's addresses */
     /* the mover thread */
-    uint64_t started, placed, wire_free_ns;
+    uint64_t started, placed;
+    uint64_t wire_free_ns; /* when a wire that never waited for a copy would have sent all before */
+    uint64_t ended_ns;     /* when the last one ended */
     struct re_started state[RE_STARTED];
     /* GPU; copier.api is NULL if memory is the host's */
     struct rg_copier copier;
-    uint64_t *signal; /* pinned: how many requests the stream has copied */
+    /* Only an event after each request's copies: a write by the stream is work for the GPU's front end, and a GPU that
+     * computes for another process switches to this one for it. */
+    rg_result (*cuEventRecord)(void *event, void *stream);
+    void *events[RE_STARTED];
     rg_result gpu_error;
     const char *gpu_call;
 };

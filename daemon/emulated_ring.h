@@ -32,8 +32,8 @@ struct re_request {
 struct re_statistics {
     uint64_t requests, bytes;
     uint64_t busy_ns;   /* bytes at the NIC's rate */
-    uint64_t active_ns; /* from when the wire was free for a request until it was placed */
-    uint64_t late_copies, late_ns, late_max_ns; /* copies that held the wire up, and for how long */
+    uint64_t active_ns; /* the same, and what late copies have cost for good: others did not make up for it */
+    uint64_t late_copies, late_ns, late_max_ns; /* copies that ended after the wire would have, and how long after */
 };
 
 struct re_ring {

@@ -3,6 +3,7 @@
 from typing import Final
 
 GPU_FUNCTIONS: Final[tuple[str, ...]]  # of the CUDA driver, in the order in which use_gpu takes their addresses
+EVENTS: Final[int]  # that use_gpu takes
 
 class Mover:
     def __init__(self, ring_fd: int, kick_fd: int) -> None:
@@ -20,12 +21,12 @@ class Mover:
         stream: int,
         kernel: int,
         lists: int,
-        signal: int,
+        events: list[int],
         scratch_source: int,
         scratch_destination: int,
     ) -> None:
-        """From now on copies are the GPU's. lists: pinned memory of list_bytes; signal: 8 pinned bytes; scratch: 1 MiB each.
-        Measures what copies cost. OSError names the CUDA call that failed."""
+        """From now on copies are the GPU's. kernel: 0 for none, so that only copy engines copy; lists: pinned memory of
+        list_bytes; events: EVENTS of them; scratch: 1 MiB each. Measures what copies cost. OSError names the CUDA call that failed."""
     def add_file(self, memory: int, base: int, nbytes: int, fd: int, offset: int) -> int:
         """Maps memory that the daemon knows under ``base``; returns where. The descriptor stays the caller's. OSError."""
     def add_address(self, memory: int, base: int, nbytes: int, here: int) -> None: ...
@@ -39,3 +40,5 @@ class Mover:
         """Any thread."""
     def statistics(self) -> dict[str, int]:
         """Since the start: requests, bytes, busy_ns (bytes at the rate), active_ns, late_copies, late_ns, late_max_ns."""
+    def copied_by(self) -> dict[str, int]:
+        """Bytes that a GPU has copied by each way: strided, batch (copy engines), kernel."""

@@ -10,8 +10,10 @@ cdef extern from "gpu_copy.h" nogil:
         pass
     struct rg_run:
         pass
+    struct rg_counters:
+        uint64_t bytes[3]
     struct rg_copier:
-        pass
+        rg_counters counters
     int rg_open(rg_copier *, const rg_api *, void *context, void *stream, void *kernel, void *lists, uint32_t list_count,
                 uint32_t list_runs)
     rg_result rg_enter(const rg_copier *)
@@ -30,7 +32,8 @@ cdef extern from "emulated_mover.h" nogil:
     struct re_mover:
         re_ring *ring
         rg_copier copier
-        uint64_t *signal
+        void *cuEventRecord
+        void *events[RE_STARTED]
         rg_result gpu_error
         const char *gpu_call
     int re_open(re_mover *, int ring_fd, int kick_fd)
@@ -52,7 +55,8 @@ cdef extern from *:
     enum:
         RE_FUNCTIONS
 
-GPU_FUNCTIONS = tuple(re_function_names[i].decode() for i in range(RE_FUNCTIONS))
+GPU_FUNCTIONS = (*(re_function_names[i].decode() for i in range(RE_FUNCTIONS)), "cuEventRecord")
+EVENTS = RE_STARTED
 
 
 cdef int check(int status) except -1:
@@ -84,17 +88,18 @@ cdef class Mover:
     def list_bytes(self):
         return RE_STARTED * self.mover.ring.request_pieces * sizeof(rg_run)
 
-    def use_gpu(self, functions, *, uint64_t context, uint64_t stream, uint64_t kernel, uint64_t lists, uint64_t signal,
+    def use_gpu(self, functions, *, uint64_t context, uint64_t stream, uint64_t kernel, uint64_t lists, events,
                 uint64_t scratch_source, uint64_t scratch_destination):
-        if len(functions) != RE_FUNCTIONS:
-            raise ValueError(f"{len(functions)} functions, expected {RE_FUNCTIONS}")
+        if len(functions) != RE_FUNCTIONS + 1 or len(events) != RE_STARTED:
+            raise ValueError(f"{len(functions)} functions and {len(events)} events, expected {RE_FUNCTIONS + 1}, {RE_STARTED}")
         cdef uint64_t *api = <uint64_t *> &self.api
         for i in range(RE_FUNCTIONS):
             api[i] = functions[i]
         check(rg_open(&self.mover.copier, &self.api, <void *> context, <void *> stream, <void *> kernel, <void *> lists,
                       RE_STARTED, self.mover.ring.request_pieces))
-        self.mover.signal = <uint64_t *> signal
-        self.mover.signal[0] = 0
+        self.mover.cuEventRecord = <void *> <uint64_t> functions[RE_FUNCTIONS]
+        for i in range(RE_STARTED):
+            self.mover.events[i] = <void *> <uint64_t> events[i]
         self.gpu_check("cuCtxSetCurrent", rg_enter(&self.mover.copier))
         self.gpu_check("calibration of copies", rg_calibrate(&self.mover.copier, scratch_source, scratch_destination,
                                                              self.mover.ring.bytes_per_s / 1e9))
@@ -130,3 +135,6 @@ cdef class Mover:
 
     def statistics(self):
         return dict(self.mover.ring.statistics)
+
+    def copied_by(self):
+        return dict(zip(("strided", "batch", "kernel"), self.mover.copier.counters.bytes))

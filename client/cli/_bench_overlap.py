@@ -107,12 +107,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Options:
-    """``gpus``: UUIDs of the sender's and of the receiver's, or none for host memory."""
+    """``gpus``: UUIDs of the sender's and of the receiver's, or none for host memory. ``copy``: how slots are filled;
+    ``nic_copies``: how the emulated NICs copy, "auto" or "engines"."""
 
     gpus: tuple[str, ...]
     rate_gbit: float
     copy: Copy = Copy.AUTO
     thread_blocks: int = 4
+    nic_copies: str = "auto"
 
     def gpu(self, rail: int) -> str:
         return self.gpus[min(rail, len(self.gpus) - 1)] if self.gpus else ""
@@ -279,6 +281,11 @@ class Rail(NamedTuple):
     active_ns: int
     late_copies: int
 
+    def late_share(self, after: Rail) -> float:
+        """Of the time that the NICs were at work until ``after``: what late copies have cost them."""
+        active = after.active_ns - self.active_ns
+        return (active - (after.busy_ns - self.busy_ns)) / active if active else 0.0
+
 
 class Setup:
     """Made by ready()."""
@@ -287,6 +294,7 @@ class Setup:
         self.options = options
         self.sender = sender
         self.receiver = receiver
+        self.logs: list[str] = []  # how those of the daemons end; once they have ended
         self._node = node
 
     def measure(
@@ -301,8 +309,10 @@ class Setup:
             self.sender.ask("transfer", way)
             wrong += self.receiver.ask("check", shape, way, timeout=_LONG_S)
         before = {way: self.sender.ask("counters", way) for way in ("relay", "feeder")}
+        rail = self.rail()
         idle = self._times(runs, quiet)
-        result = {**self._described(shape), **self._figures(shape, idle, before)}
+        late = rail.late_share(self.rail())
+        result = {**self._described(shape), **self._figures(shape, idle, before), "nic_late_share": late}
         if load:
             result["load"] = self._under_load(result)
         self.receiver.ask("wipe")
@@ -395,14 +405,13 @@ class Setup:
             for engine in engines.values():
                 engine.ask("stop_load")
         relay_ms, direct_ms = statistics.median(relay) / 1e6, statistics.median(direct) / 1e6
-        active = after.active_ns - before.active_ns
         return {
             "relay_ms": relay_ms,
             "direct_ms": direct_ms,
             "relay_to_idle_direct": relay_ms / idle["direct_ms"],
             "relay_to_direct": relay_ms / direct_ms,
             "relay_to_rate": relay_ms / idle["at_rate_ms"],
-            "nic_late_share": (active - (after.busy_ns - before.busy_ns)) / active if active else 0.0,
+            "nic_late_share": before.late_share(after),
             "nic_late_copies": after.late_copies - before.late_copies,
             "transfers": len(relay),
             "matmul_slowdown": slowed,
@@ -428,9 +437,10 @@ def ready(nbytes: int, options: Options) -> Iterator[Setup]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_nodes.ended_by_signals())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="railrelay-bench-")))
+        ended = stack.enter_context(contextlib.ExitStack())
         nodes = []
         for name, rate in rates.items():
-            nics = [Emulated(rate, options.gpu(rail)) for rail in (_SENDER_RAIL, _RECEIVER_RAIL)]
+            nics = [Emulated(rate, options.gpu(rail), options.nic_copies) for rail in (_SENDER_RAIL, _RECEIVER_RAIL)]
             nodes.append(
                 stack.enter_context(Node(f"bench-{name}-{os.getpid()}", directory, geometry, (-1, -1), emulated=nics))
             )
@@ -440,7 +450,10 @@ def ready(nbytes: int, options: Options) -> Iterator[Setup]:
         for engine in (sender, receiver):
             engine.result()
         sender.ask("open", *receiver.ask("offers"))
-        yield Setup(options, nodes[0], sender, receiver)
+        setup = Setup(options, nodes[0], sender, receiver)
+        for node in nodes:
+            ended.callback(lambda node: setup.logs.append(node.log_tail()), node)
+        yield setup
 
 
 # ---- the verb ----
@@ -457,6 +470,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--piece", type=int, default=4096, metavar="B", help="bytes of a row (default: %(default)s)")
     group.add_argument("--load", action="store_true", help="matmuls on both GPUs meanwhile; needs torch")
     group.add_argument("--copy", choices=list(Copy), default=Copy.AUTO, help="how slots are filled (default: auto)")
+    group.add_argument(
+        "--nic-copies",
+        choices=["auto", "engines"],
+        default="auto",
+        help="by what the emulated NICs copy GPU memory: copy engines only, or a kernel where they are too slow"
+        " (default: auto)",
+    )
 
 
 def options_of(args: argparse.Namespace) -> Options:
@@ -466,7 +486,8 @@ def options_of(args: argparse.Namespace) -> Options:
     if missing := cuda.missing():
         raise RelayError(ErrorCode.NOT_SUPPORTED, f"--memory cuda: {missing}")
     last = cuda.count() - 1
-    return Options((cuda.uuid_of(0), cuda.uuid_of(min(1, last))), args.rate or GPU_GBIT, Copy(args.copy))
+    gpus = (cuda.uuid_of(0), cuda.uuid_of(min(1, last)))
+    return Options(gpus, args.rate or GPU_GBIT, Copy(args.copy), nic_copies=args.nic_copies)
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
@@ -506,13 +527,14 @@ def report(result: dict[str, Any]) -> str:
         f" {size(result['bytes'])}",
         table(["", "TIME", "GB/s", "OF THE RATE"], rows),
         f"relay takes {result['relay_to_direct']:.3f} x own-rail direct; {result['hidden']:.1%} of the copy was hidden",
-        f"own-rail direct reached {result['direct_reached']:.3f} of the set rate{counts}",
+        f"own-rail direct reached {result['direct_reached']:.3f} of the set rate{counts}; late copies cost the NICs"
+        f" {result['nic_late_share']:.1%}",
         f"copied by {copied}; {result['slots']} slots, {result['stalls']} stalls; median of {result['runs']} runs,"
         f" {checked}",
     ]
     if load:
         slowed = ", ".join(f"{name} {share:+.2%}" for name, share in load["matmul_slowdown"].items())
-        lines.append(f"matmuls slowed down: {slowed}; the NIC's own copies were late {load['nic_late_share']:.1%}")
+        lines.append(f"matmuls slowed down: {slowed}; late copies cost the NICs {load['nic_late_share']:.1%}")
     return "\n".join([*lines, *(f"target: {target['text']}" for target in result["targets"])])
 
 

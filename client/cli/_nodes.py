@@ -116,13 +116,18 @@ def free_bytes() -> int:
 
 @dataclass(frozen=True)
 class Emulated:
-    """The emulated NIC of a rail, and the GPU whose memory its lanes are; "" for host memory."""
+    """The emulated NIC of a rail, the GPU whose memory its lanes are ("" for host memory), and how that one copies."""
 
     rate_gbit: float
     gpu: str = ""
+    copies: str = "auto"
 
     def lines(self) -> list[str]:
-        where = ['memory = "device"', f"gpu = {json.dumps(self.gpu)}"] if self.gpu else []
+        where = (
+            ['memory = "device"', f"gpu = {json.dumps(self.gpu)}", f"copies = {json.dumps(self.copies)}"]
+            if self.gpu
+            else []
+        )
         return ['nic = "emulated"', f"rate_gbit = {self.rate_gbit!r}", *where]
 
 

@@ -63,6 +63,11 @@ def test_sizes_are_numbers_or_text_with_a_unit() -> None:
         ),
         (EMULATED + 'memory = "device"\ngpu = "H200"', 'rail[0].gpu: "H200": expected a UUID'),
         (EMULATED + "gpu = 0", 'rail[0].gpu: 0: expected none without memory = "device"'),
+        (EMULATED + 'copies = "engines"', 'rail[0].copies: "engines": expected "auto" with memory = "host"'),
+        (
+            EMULATED + 'memory = "device"\ngpu = 0\ncopies = "kernel"',
+            'rail[0].copies: "kernel": expected "auto" or "engines" with memory = "device"',
+        ),
         (
             '[[rail]]\naddress = "127.0.0.1"\nmemory = "device"',
             'rail[0].memory: "device": expected "host" with nic = "tcp"',
@@ -89,7 +94,7 @@ def test_error_names_option_value_and_limit(text: str, expected: str) -> None:
 def test_a_rail_is_never_emulated_unless_the_configuration_says_so() -> None:
     assert {rail.nic for rail in parse("").rail + parse(config.EXAMPLE).rail} == {"tcp"}
     [rail] = parse(EMULATED + 'memory = "device"\ngpu = 3').rail
-    assert (rail.nic, rail.rate_gbit, rail.memory, rail.gpu) == ("emulated", 400, "device", 3)
+    assert (rail.nic, rail.rate_gbit, rail.memory, rail.gpu, rail.copies) == ("emulated", 400, "device", 3, "auto")
 
 
 def test_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:

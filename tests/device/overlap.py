@@ -44,8 +44,17 @@ def loaded(report: Report, options: Options) -> None:
 
 
 def _each(report: Report, options: Options, *, load: bool) -> None:
+    """Beside matmuls the NIC must not compute, as no NIC does: what copy engines can carry is left to them alone."""
+    irregular = {name: shape for name, (shape, _) in IRREGULAR.items()}
+    if not load:
+        _some(report, options, {**PAGES, **irregular}, "auto", load=False)
+        return
+    _some(report, options, PAGES, "engines", load=True)
+    _some(report, options, irregular, "auto", load=True)
+
+
+def _some(report: Report, options: Options, shapes: dict[str, Shape], nic_copies: str, *, load: bool) -> None:
     """A shape that fails costs new daemons and engines, not the other shapes."""
-    shapes = {**PAGES, **{name: shape for name, (shape, _) in IRREGULAR.items()}}
     if options.small:
         shapes = {
             name: replace(shape, count=max(1, shape.count // (256 if options.gpus else 64)))
@@ -53,7 +62,7 @@ def _each(report: Report, options: Options, *, load: bool) -> None:
         }
     waiting = list(shapes)
     nbytes = max(shape.pieces * shape.step for shape in shapes.values())
-    chosen = _bench_overlap.Options(systems.gpus_of(options), systems.rates(options))
+    chosen = _bench_overlap.Options(systems.gpus_of(options), systems.rates(options), nic_copies=nic_copies)
     while waiting:
         try:
             with _bench_overlap.ready(nbytes, chosen) as setup:
@@ -62,6 +71,7 @@ def _each(report: Report, options: Options, *, load: bool) -> None:
                     began = time.monotonic()
                     _measure(report, setup, name, shapes[name], options, load=load)
                     print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+            print("\n".join(setup.logs), flush=True)
         except Exception as failure:  # noqa: BLE001 - the other shapes go on
             traceback.print_exc()
             report.row(name, f"failed: {failure}", "", good=False)
@@ -81,7 +91,8 @@ def _judge(report: Report, name: str, found: dict[str, Any], ways: str) -> None:
     figure = (
         f"{found['relay_to_direct']:.3f} x direct, {found['relay_to_rate']:.3f} x NIC rate;"
         f" direct {found['direct_ms']:.2f} ms ({found['direct_reached']:.3f} of the rate),"
-        f" relay {found['relay_ms']:.2f}, feeder alone {found['feeder_ms']:.2f}; {found['hidden']:.1%} hidden; {ways}"
+        f" relay {found['relay_ms']:.2f}, feeder alone {found['feeder_ms']:.2f}; {found['hidden']:.1%} hidden;"
+        f" late copies cost the NIC {found['nic_late_share']:.1%}; {ways}"
     )
     if name in PAGES:
         counts = found["counts"]
@@ -100,7 +111,7 @@ def _judge_loaded(report: Report, name: str, found: dict[str, Any], ways: str) -
         f"{load['relay_to_idle_direct']:.3f} x direct idle, {load['relay_to_direct']:.3f} x direct loaded,"
         f" {load['relay_to_rate']:.3f} x NIC rate; matmuls slower by"
         f" {', '.join(f'{share:.2%} ({engine})' for engine, share in load['matmul_slowdown'].items())};"
-        f" NIC's own copies late {load['nic_late_share']:.1%}; {ways}"
+        f" late copies cost the NIC {load['nic_late_share']:.1%}; {ways}"
     )
     limit, good = "", None
     if name in PAGES and found["counts"]:
