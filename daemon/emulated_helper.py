@@ -249,7 +249,8 @@ def _summary(rail: str, mover: Mover) -> str:
     return (
         f"rail {rail}: emulated NIC of {8e-9 * mover.bytes_per_s:g} Gbit/s: {found['bytes'] / MIB:.1f} MiB in"
         f" {found['requests']} requests{achieved}; {found['late_copies']} copies were late, at most by"
-        f" {found['late_max_ns'] / 1000:.0f} us{_ways(mover)}"
+        f" {found['late_max_ns'] / 1000:.0f} us, all together by {found['late_ns'] / 1000:.0f} us, of which"
+        f" {(active_ns - found['busy_ns']) / 1000:.0f} us were not made up for{_ways(mover)}"
     )
 
 

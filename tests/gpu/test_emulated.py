@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,14 +27,17 @@ BLOCKS, BLOCK_BYTES = 40, 24 * KIB
 NBYTES = BLOCKS * BLOCK_BYTES
 
 
-def start(nodes: Nodes, of_rails: Sequence[int | str], **relay: object) -> Node:
+def start(
+    nodes: Nodes, of_rails: Sequence[int | str], *, rate_gbit: float = 50, copies: str = "auto", **relay: object
+) -> Node:
     """Rail i has its relay memory on the GPU ``of_rails[i]``."""
     instance = new_instance()
     text = config_text(
         instance, nodes.directory / f"{instance}.sock", 0, {**SMALL, "relay": {**SMALL["relay"], **relay}}
     )
     for gpu in of_rails:
-        options = {"address": "127.0.0.1", "nic": "emulated", "rate_gbit": 50, "memory": "device", "gpu": gpu}
+        options = {"address": "127.0.0.1", "nic": "emulated", "rate_gbit": rate_gbit, "memory": "device", "gpu": gpu}
+        options |= {"copies": copies}
         text += "[[rail]]\n" + "".join(f"{option} = {json.dumps(value)}\n" for option, value in options.items())
     config = nodes.directory / f"{instance}.toml"
     config.write_text(text)
@@ -226,6 +230,58 @@ def test_a_cuda_error_in_the_helper_takes_its_rail_down_by_name(
                 results.add(failure.result)
         assert results == {Result.RAIL_DOWN}
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in node.log
+
+
+def summary(node: Node) -> str:
+    """What the helper says when it ends."""
+    assert node.terminate() == 0
+    [line] = [line for line in node.log.splitlines() if "copies were late" in line]
+    return line
+
+
+def test_later_copies_make_up_for_late_ones(
+    nodes: Nodes,
+    gpu: Card,
+    control: Control,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each copy takes up to 8 ms and 4 on average, each slice 4.2 ms at the rate."""
+    monkeypatch.setenv("CUDA_DRIVER_DELAY_US", "8000")
+    node = start(nodes, [gpu.ordinal], rate_gbit=8, slot_bytes="4MiB", direct_slice_bytes="4MiB")
+    monkeypatch.delenv("CUDA_DRIVER_DELAY_US")
+    nbytes = 64 << 20
+    with (
+        node.connect(0, gpu=gpu.ordinal, local=False) as sender,
+        node.connect(1, gpu=gpu.ordinal, local=False) as receiver,
+    ):
+        link = gpus.link(
+            sender, receiver, gpus.make(sender, nbytes, "gpu", gpu), gpus.make(receiver, nbytes, "gpu", gpu)
+        )
+        sender.write(link.remote, [link.source.address], [link.remote.address], nbytes).wait(30)
+    found = re.search(r"all together by (\d+) us, of which (\d+) us were not", summary(node))
+    assert found
+    late_us, lost_us = int(found[1]), int(found[2])
+    assert 0 <= lost_us < late_us
+
+
+def test_copy_engines_alone_carry_what_a_kernel_would(nodes: Nodes, gpu: Card) -> None:
+    node = start(nodes, [gpu.ordinal], copies="engines")
+    with (
+        node.connect(0, gpu=gpu.ordinal, local=False) as sender,
+        node.connect(1, gpu=gpu.ordinal, local=False) as receiver,
+    ):
+        link = gpus.link(
+            sender, receiver, gpus.make(sender, NBYTES, "gpu", gpu), gpus.make(receiver, NBYTES, "gpu", gpu)
+        )
+        taken, put = patterns.order(NBYTES // 256, 256, 1)
+        content = patterns.content(NBYTES, 1)
+        link.source.write(content)
+        sources, destinations = taken + np.uint64(link.source.address), put + np.uint64(link.remote.address)
+        sender.write(link.remote, sources, destinations, 256).wait(20)
+        assert patterns.arrived(content, link.destination.read(), NBYTES // 256, 256, 1)
+    said = summary(node)
+    assert "copied by" in said
+    assert "kernel" not in said
 
 
 @pytest.mark.parametrize("name", ["77", "GPU-12345678-0000-0000-0000-000000000000"])
