@@ -37,6 +37,7 @@ BUILT: Final = Path(tempfile.gettempdir()) / f"railrelay-device-build-{os.getuid
 _TOTAL_S: Final = 570
 _KILL_S: Final = 5.0
 _STACKS_S: Final = 2.0
+_STRESS_MORE_S: Final = 60  # than --seconds: to start, and to end when something hangs
 _TAIL_LINES: Final = 25
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -61,7 +62,7 @@ SECTIONS: Final = {
     "kill-daemon": Section("kill -9 of the daemon, again and again", 200, "kill", "daemon", host=True),
     "memory": Section("GPU memory of the daemon beyond the buffers", 60, "gpu_memory"),
     "local": Section("between engines of one daemon, against memcpy and bare copies", 120, "local", host=True),
-    "stress": Section("two engines, both directions at once, every byte checked", 230, "stress", host=True),
+    "stress": Section("two engines, both directions at once, every byte checked", 240, "stress", host=True),
     "load": Section("matmuls beside bare copies at a NIC's rate, each way alone", 75, "load"),
     "loaded": Section("the same beside matmuls on all GPUs", 240, "overlap", "loaded"),
 }
@@ -77,6 +78,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", action="store_true", help="no GPU: host memory")
     parser.add_argument("--stand-in", action="store_true", help="two GPUs of the stand-in driver of the tests")
     parser.add_argument("--quick", action="store_true", help="small sizes; shows that everything works")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, metavar="S", help="how long stress goes on (default: 180)"
+    )
     parser.add_argument("--limit", type=float, default=_TOTAL_S, metavar="S", help="for all (default: %(default)s)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="writes the tables there too, as Markdown")
     parser.add_argument(
@@ -114,7 +118,7 @@ def _one(args: argparse.Namespace) -> int:
     section = SECTIONS[name]
     if args.limit > _STACKS_S:  # where it stands, if it is about to be stopped
         faulthandler.dump_traceback_later(args.limit - _STACKS_S)
-    options = Options(args.gpus, args.quick, args.stand_in)
+    options = Options(args.gpus, args.quick, args.stand_in, args.seconds)
     function = getattr(import_module(f"device.{section.module}"), section.function)
     given: dict[str, Any] = {
         "report": Report(name, Path(path), options),
@@ -155,7 +159,11 @@ def _all(args: argparse.Namespace, deadline: float) -> int:
         with (OUT / "device.log").open("w") as log:
             for name in names:
                 options = ["--gpus", str(gpus), *(["--quick"] * args.quick), *(["--stand-in"] * args.stand_in)]
-                rows += _run(name, options, library, Path(work), environment, log, deadline)
+                limit_s = SECTIONS[name].limit_s
+                if name == "stress" and args.seconds:
+                    options += ["--seconds", str(args.seconds)]
+                    limit_s = int(args.seconds) + _STRESS_MORE_S
+                rows += _run(name, options, limit_s, library, Path(work), environment, log, deadline)
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = {"date": date, "gpus": gpus, **machine, "rows": [vars(row) for row in rows]}
     (OUT / "rows.json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -192,14 +200,15 @@ def _sections(run: dict[str, Any]) -> list[str]:
 
 
 def _run(
-    name: str, options: list[str], library: Path, work: Path, environment: dict[str, str], log: IO[str], deadline: float
-) -> list[Row]:
+    name: str, options: list[str], limit_s: int, library: Path, work: Path, environment: dict[str, str], log: IO[str],
+    deadline: float,
+) -> list[Row]:  # fmt: skip
     section = SECTIONS[name]
     path = work / f"{name}.rows"
     left = deadline - time.monotonic()
     if left < 10:
         return [Row(name, section.text, "not measured: no time left")]
-    limit = min(section.limit_s, left)
+    limit = min(limit_s, left)
     print(f"== {name}: {section.text}", flush=True)
     log.write(f"== {name}\n")
     log.flush()

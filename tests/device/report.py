@@ -16,11 +16,13 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """``gpus``: how many are used, 0 for host memory. ``quick``: enough to see that everything works."""
+    """``gpus``: how many are used, 0 for host memory. ``quick``: enough to see that everything works. ``seconds``: how
+    long the section "stress" goes on, 0 for as long as it should."""
 
     gpus: int
     quick: bool = False
     stand_in: bool = False
+    seconds: float = 0.0
 
     @property
     def judges_times(self) -> bool:

@@ -4,9 +4,13 @@ where it lands, and memory and descriptors must not grow."""
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import signal
+import sys
 import threading
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,26 +23,32 @@ from device.native import Shared
 from device.report import MIB, Options, Report
 from railrelay.client import PageLayout, RelayError, RemoteRegion, Transfer, cuda
 from railrelay.client.cli._bench_memory import pool
+from railrelay.client.cli._nodes import Node
 from railrelay.client.cli._workers import Worker
 
 _THREADS: Final = 4
 _ROWS: Final = 16
 _SECONDS: Final = 180.0
 _SETTLE_S: Final = 8.0  # until memory counts as what it will stay
-_STUCK_S: Final = 30.0
+_STUCK_S: Final = 20.0
+_START_S: Final = 60.0
+_ASK_S: Final = 10.0
+_END_S: Final = 30.0  # for the threads of an engine, all together
+_TOLD_S: Final = 10.0
 _GROWTH_BYTES: Final = 32 * MIB
 _GROWTH_FDS: Final = 4
 
 
 @dataclass(frozen=True)
 class Usage:
-    resident_bytes: int
+    private_bytes: int
     fds: int
 
 
 def usage(pid: int) -> Usage:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Usage(pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")))
+    """Without what it shares: pages of relay memory count as resident only once they were used."""
+    resident, shared = (int(word) for word in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+    return Usage((resident - shared) * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")))
 
 
 def order(seed: int, pages: int) -> tuple[Cells, Cells]:
@@ -72,6 +82,7 @@ class Engine:
     zone of each receiving rank: the seed that was found right."""
 
     def __init__(self, socket: str, rank: int, options: Options, checked_pid: int, checked_fd: int) -> None:
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
         self._rank = rank
         self._zone_cells = (1 if options.small else 16) * MIB // CELL_BYTES
         self._pool = pool(_THREADS * self._zone_cells * CELL_BYTES, (systems.gpus_of(options) or ("", ""))[rank])
@@ -100,22 +111,35 @@ class Engine:
         for thread in (self._checker, *self._threads):
             thread.start()
 
-    def stop_sending(self) -> None:
-        """Both engines; the checkers go on until stop()."""
+    def stop_sending(self) -> int:
+        """Both engines; the checkers go on until stop(). How many threads hang."""
         self._stop.set()
-        for thread in self._threads:
-            thread.join(2 * _STUCK_S)
+        return self._left(self._threads, _END_S)
+
+    def _left(self, threads: list[threading.Thread], seconds: float) -> int:
+        until = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return sum(thread.is_alive() for thread in threads)
+
+    def progress(self) -> tuple[int, list[str]]:
+        """Bytes that were checked at the other engine, and what has failed."""
+        return sum(self._sent) * self._zone_cells * CELL_BYTES, self._failures
 
     def stop(self) -> dict[str, Any]:
         self._stop_checking.set()
-        self._checker.join(_STUCK_S)
+        self._left([self._checker], _ASK_S / 2)
         hangs = sum(thread.is_alive() for thread in (self._checker, *self._threads))
         nbytes = sum(self._sent) * self._zone_cells * CELL_BYTES
         ways = {way: self._client.counters()[f"gpu_{way}_bytes"] for way in ("strided", "batch", "kernel")}
-        return {"sent": nbytes, "wrong": self._wrong, "failures": self._failures, "hangs": hangs, "ways": ways}
-
-    def failures(self) -> list[str]:
-        return self._failures
+        return {
+            "sent": nbytes,
+            "least": min(self._sent),
+            "wrong": self._wrong,
+            "failures": self._failures,
+            "hangs": hangs,
+            "ways": ways,
+        }
 
     def free_bytes(self) -> list[int]:
         return [gpu.memory()[0] for gpu in self._contexts]
@@ -124,8 +148,7 @@ class Engine:
         self._stop.set()
         self._stop_checking.set()
         self._client.close()
-        for thread in self._threads:
-            thread.join(_STUCK_S)
+        self._left(self._threads, _ASK_S)
         self._pool.close()
         self._source.close()
         for gpu in self._contexts:
@@ -134,7 +157,8 @@ class Engine:
     def _guarded(self, body: Any, *arguments: object) -> None:  # noqa: ANN401
         try:
             body(*arguments)
-        except (RelayError, OSError, RuntimeError) as failure:
+        except Exception as failure:  # noqa: BLE001 - a thread that ends for any reason is a failure
+            traceback.print_exc()
             self._failures.append(f"{type(failure).__name__}: {failure}")
             self._stop.set()
 
@@ -178,9 +202,56 @@ class Engine:
                 self._checked[self._rank * _THREADS + number] = seed
 
 
+def _measured(
+    node: Node, engines: list[Worker], seconds: float, settle: float
+) -> tuple[list[dict[str, Any]], int, int, int]:
+    """What the engines have found, and by how much the most grown process has grown: bytes, bytes of GPU memory,
+    descriptors. RelayError."""
+    for engine in engines:
+        engine.result(_START_S)
+    offers = [engine.ask("offer", timeout=_ASK_S) for engine in engines]
+    for engine, offer in zip(engines, reversed(offers), strict=True):
+        engine.ask("start", offer, timeout=_ASK_S)
+    began = time.monotonic()
+    pids = [engine.pid for engine in engines] + [node.pid, *systems.children(node.pid)]
+    time.sleep(settle)
+    before, free = [usage(pid) for pid in pids], engines[0].ask("free_bytes", timeout=_ASK_S)
+    told, failed = began, False
+    while time.monotonic() < began + seconds and not failed:
+        time.sleep(0.5)
+        progress = [engine.ask("progress", timeout=_ASK_S) for engine in engines]
+        failed = any(failures for _, failures in progress)
+        if failed or time.monotonic() - told > _TOLD_S:
+            told = time.monotonic()
+            grown = max(
+                now.private_bytes - then.private_bytes for now, then in zip(map(usage, pids), before, strict=True)
+            )
+            sent = " and ".join(f"{nbytes / 1e9:.1f}" for nbytes, _ in progress)
+            print(f"{told - began:.0f} s: {sent} GB checked, grown by {grown / MIB:.1f} MiB at most", flush=True)
+    after, left = [usage(pid) for pid in pids], engines[0].ask("free_bytes", timeout=_ASK_S)
+    for engine in engines:
+        engine.begin("stop_sending")
+    hangs = [engine.result(_END_S + _ASK_S) for engine in engines]
+    if any(hangs):
+        _show_stacks(engines)
+    found = [engine.ask("stop", timeout=_ASK_S) for engine in engines]
+    grown = max(now.private_bytes - then.private_bytes for now, then in zip(after, before, strict=True))
+    gpu = max((then - now for now, then in zip(left, free, strict=True)), default=0)
+    return found, grown, gpu, max(now.fds - then.fds for now, then in zip(after, before, strict=True))
+
+
+def _show_stacks(engines: list[Worker]) -> None:
+    """Of the engines' Python threads, in the log."""
+    for engine in engines:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine.pid, signal.SIGUSR1)
+    time.sleep(1)  # until they are written
+
+
 def run(report: Report, options: Options) -> None:
-    seconds = 4.0 if options.small else _SECONDS
-    settle = 1.0 if options.small else _SETTLE_S
+    seconds = options.seconds or (4.0 if options.small else _SECONDS)
+    settle = min(seconds / 4, _SETTLE_S)
+    name = f"two engines, {_THREADS} threads each, both directions, {seconds:.0f} s, {options.place}"
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(systems.daemon(options))
         checked = Shared(4096)
@@ -188,35 +259,23 @@ def run(report: Report, options: Options) -> None:
             stack.enter_context(Worker(f"engine {rank}", Engine, node.socket, rank, options, os.getpid(), checked.fd))
             for rank in (systems.SENDER, systems.RECEIVER)
         ]
-        for engine in engines:
-            engine.result()
-        offers = [engine.ask("offer") for engine in engines]
-        for engine, offer in zip(engines, reversed(offers), strict=True):
-            engine.ask("start", offer)
-        pids = [engine.pid for engine in engines] + [node.pid, *systems.children(node.pid)]
-        time.sleep(settle)
-        before, free = [usage(pid) for pid in pids], engines[0].ask("free_bytes")
-        deadline = time.monotonic() + seconds - settle
-        while time.monotonic() < deadline and not any(engine.ask("failures") for engine in engines):
-            time.sleep(0.5)
-        after, left = [usage(pid) for pid in pids], engines[0].ask("free_bytes")
-        for engine in engines:
-            engine.begin("stop_sending")
-        for engine in engines:
-            engine.result()
-        found = [engine.ask("stop") for engine in engines]
-    grown = max(now.resident_bytes - then.resident_bytes for now, then in zip(after, before, strict=True))
-    fds = max(now.fds - then.fds for now, then in zip(after, before, strict=True))
-    gpu = max((then - now for now, then in zip(left, free, strict=True)), default=0)
+        try:
+            found, grown, gpu, fds = _measured(node, engines, seconds, settle)
+        except RelayError as failure:  # no answer, or an engine has ended
+            _show_stacks(engines)
+            report.row(name, f"failed: {failure}", "", good=False)
+            return
     wrong, hangs = sum(one["wrong"] for one in found), sum(one["hangs"] for one in found)
     failures = [text for one in found for text in one["failures"]]
     ways = {way for one in found for way, nbytes in one["ways"].items() if nbytes}
     nbytes = sum(one["sent"] for one in found)
-    good = not (wrong or hangs or failures) and fds <= _GROWTH_FDS and max(grown, gpu) <= _GROWTH_BYTES and nbytes > 0
+    least = min(one["least"] for one in found)
+    kept = fds <= _GROWTH_FDS and max(grown, gpu) <= _GROWTH_BYTES
+    good = not (wrong or hangs or failures) and kept and least > 0
     report.row(
-        f"two engines, {_THREADS} threads each, both directions, {seconds:.0f} s, {options.place}",
-        f"{nbytes / 1e9:.1f} GB checked, {wrong} wrong lines, {hangs} hangs,"
-        f" {failures[0] if failures else 'no failure'}; grown by {grown / MIB:.1f} MiB resident, {gpu / MIB:.1f} MiB of"
+        name,
+        f"{nbytes / 1e9:.1f} GB checked, {wrong} wrong lines, {hangs} hangs, {least} rounds of the slowest thread,"
+        f" {failures[0] if failures else 'no failure'}; grown by {grown / MIB:.1f} MiB, {gpu / MIB:.1f} MiB of"
         f" GPU memory, {fds} descriptors at most; by {', '.join(sorted(ways)) or 'the CPU'}",
         f"0 wrong, growth <= {_GROWTH_BYTES // MIB} MiB and {_GROWTH_FDS} descriptors",
         good,
