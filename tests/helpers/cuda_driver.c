@@ -1619,6 +1619,53 @@ static CUresult memcpy_batch_async(CUdeviceptr *destinations, CUdeviceptr *sourc
     return leave(SUCCESS);
 }
 
+struct operand_3d {
+    uint32_t type;
+    uint64_t address, row_bytes, layer_rows;
+    struct location hint;
+};
+
+struct copy_3d { /* CUDA_MEMCPY3D_BATCH_OP */
+    struct operand_3d source, destination;
+    uint64_t width, height, depth;
+    uint32_t access_order, flags;
+};
+_Static_assert(sizeof(struct copy_3d) == 112, "CUDA_MEMCPY3D_BATCH_OP");
+
+/* Of pointers, one layer each. */
+static CUresult memcpy_3d_batch_async(size_t count, const struct copy_3d *copies, unsigned long long flags, void *handle)
+{
+    BEGIN(cuMemcpy3DBatchAsync);
+    struct stream *stream;
+    CUresult result = stream_here(handle, &stream);
+    if (result) return leave(result);
+    if ((uintptr_t)handle <= 2 || !count || flags) return leave(INVALID_VALUE);
+    uint64_t rows = 0, at = 0;
+    for (size_t i = 0; i < count; i++) {
+        const struct copy_3d *copy = &copies[i];
+        if (copy->source.type != 1 || copy->destination.type != 1 || !copy->width || !copy->height || copy->depth != 1 || copy->flags > 1 ||
+            copy->access_order < 1 || copy->access_order > 3 || copy->source.row_bytes < copy->width || copy->destination.row_bytes < copy->width)
+            return leave(INVALID_VALUE);
+        rows += copy->height;
+    }
+    struct operation *operation = operation_of(COPIES);
+    operation->by_engine = 1;
+    operation->count = rows;
+    operation->copies = checked(calloc(rows, sizeof *operation->copies));
+    for (size_t i = 0; i < count; i++) {
+        for (uint64_t row = 0; row < copies[i].height; row++) {
+            struct copy one = {copies[i].destination.address + row * copies[i].destination.row_bytes,
+                               copies[i].source.address + row * copies[i].source.row_bytes, copies[i].width};
+            operation->copies[at++] = one;
+            if (is_known(one.source, one.bytes) == 1 && is_known(one.destination, one.bytes) == 1) continue;
+            free_operation(operation);
+            return leave(INVALID_VALUE);
+        }
+    }
+    enqueue(stream, operation);
+    return leave(SUCCESS);
+}
+
 struct copy_2d { /* CUDA_MEMCPY2D */
     uint64_t source_x, source_y;
     uint32_t source_type;
@@ -1820,6 +1867,7 @@ static const struct {
     FUNCTION(cuMemcpyDtoH, memcpy_dtoh),
     FUNCTION(cuMemcpyHtoD, memcpy_htod),
     FUNCTION(cuMemcpyBatchAsync, memcpy_batch_async),
+    FUNCTION(cuMemcpy3DBatchAsync, memcpy_3d_batch_async),
     FUNCTION(cuMemcpy2DAsync, memcpy_2d_async),
     FUNCTION(cuMemsetD8, memset_d8),
     FUNCTION(cuMemsetD8Async, memset_d8_async),
@@ -1836,7 +1884,7 @@ static CUresult get_proc_address(const char *name, void **function, int version,
     if (status) *status = 1; /* SYMBOL_NOT_FOUND */
     int driver = (int)number("CUDA_DRIVER_VERSION", 13000);
     /* Only the signature of CUDA 13 is here. */
-    if (!strcmp(name, "cuMemcpyBatchAsync") && (version < 13000 || driver < 13000)) {
+    if ((!strcmp(name, "cuMemcpyBatchAsync") || !strcmp(name, "cuMemcpy3DBatchAsync")) && (version < 13000 || driver < 13000)) {
         if (status) *status = 2; /* VERSION_NOT_SUFFICIENT */
         return NOT_FOUND;
     }
