@@ -17,7 +17,7 @@ from helpers.gpus import Card, Control, Link, Place
 from helpers.nodes import SMALL, Node, Nodes, config_text, new_instance
 from helpers.waiting import until
 
-from railrelay.client import Client, RelayError, Result, TransferError, cuda
+from railrelay.client import Client, PageLayout, RelayError, Result, TransferError, cuda
 from railrelay.client.errors import ErrorCode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.system]
@@ -279,8 +279,18 @@ def test_copy_engines_alone_carry_what_a_kernel_would(nodes: Nodes, gpu: Card) -
         sources, destinations = taken + np.uint64(link.source.address), put + np.uint64(link.remote.address)
         sender.write(link.remote, sources, destinations, 256).wait(20)
         assert patterns.arrived(content, link.destination.read(), NBYTES // 256, 256, 1)
+        rows, pages = 20, NBYTES // 20 // 4096
+        layouts = [
+            PageLayout.strided(base, rows, pages * 4096, 4096, 4096)
+            for base in (link.source.address, link.remote.address)
+        ]
+        reverse = np.arange(pages)[::-1]
+        sender.write_pages(link.remote, layouts[0], np.arange(pages), layouts[1], reverse).wait(20)
+        wanted = np.frombuffer(content, np.uint8).reshape(rows, pages, 4096)[:, ::-1]
+        assert np.array_equal(np.frombuffer(link.destination.read(), np.uint8).reshape(rows, pages, 4096), wanted)
     said = summary(node)
-    assert "copied by" in said
+    assert "copied by strided" in said
+    assert "batch" in said
     assert "kernel" not in said
 
 
