@@ -7,6 +7,7 @@ import collections
 import contextlib
 import ctypes
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -273,7 +274,7 @@ class Clocks:
 
     def __init__(self, uuids: Sequence[str]) -> None:
         self._found: list[tuple[int, str, float, float]] = []
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         command = ["nvidia-smi", f"--id={','.join(uuids)}", "--format=csv,noheader,nounits"]
         for power in ("power.draw.instant", "power.draw"):
             query = f"--query-gpu=uuid,clocks.sm,{power}"
@@ -281,13 +282,18 @@ class Clocks:
                 tried = subprocess.run([*command, query], capture_output=True, text=True, check=False, timeout=10)
                 if tried.returncode or _reading(tried.stdout.partition("\n")[0]) is None:
                     continue
-                self._process = subprocess.Popen(
-                    [*command, query, f"--loop-ms={_POLL_MS}"],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                )  # fmt: skip
+                # To a pipe it would write many lines at once, long after they were true.
+                ours, theirs = os.openpty()
+                try:
+                    self._process = subprocess.Popen(
+                        [*command, query, f"--loop-ms={_POLL_MS}"],
+                        stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.DEVNULL,
+                    )  # fmt: skip
+                finally:
+                    os.close(theirs)
             except (OSError, subprocess.SubprocessError):
                 continue
-            threading.Thread(target=self._read, daemon=True).start()
+            threading.Thread(target=self._read, args=[ours], daemon=True).start()
             return
 
     def between(self, gpu: str, windows: Sequence[tuple[int, int]]) -> str:
@@ -306,13 +312,12 @@ class Clocks:
             self._process.kill()
             self._process.wait()
 
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            reading = _reading(line)
-            if reading is not None:
-                self._found.append((time.monotonic_ns(), *reading))
+    def _read(self, fd: int) -> None:
+        with contextlib.suppress(OSError), os.fdopen(fd) as lines:  # EIO: it has ended
+            for line in lines:
+                reading = _reading(line)
+                if reading is not None:
+                    self._found.append((time.monotonic_ns(), *reading))
 
 
 def _reading(line: str) -> tuple[str, float, float] | None:

@@ -64,7 +64,7 @@ SECTIONS: Final = {
     "local": Section("between engines of one daemon, against memcpy and bare copies", 120, "local", host=True),
     "stress": Section("two engines, both directions at once, every byte checked", 240, "stress", host=True),
     "load": Section("matmuls beside bare copies at a NIC's rate, each way alone", 75, "load"),
-    "loaded": Section("the same beside matmuls on all GPUs", 240, "overlap", "loaded"),
+    "loaded": Section("the same beside matmuls on all GPUs", 280, "overlap", "loaded"),
 }
 
 
