@@ -108,16 +108,22 @@ class Shape:
 @dataclass(frozen=True)
 class Options:
     """``gpus``: UUIDs of the sender's and of the receiver's, or none for host memory. ``copy``: how slots are filled;
-    ``nic_copies``: how the emulated NICs copy, "auto" or "engines"."""
+    ``nic_copies``: how the emulated NICs copy, "auto" or "engines". ``far``: the destination is on the sender's GPU and
+    the relay memory on the receiver's; between GPUs copy engines copy, within one the driver may compute."""
 
     gpus: tuple[str, ...]
     rate_gbit: float
     copy: Copy = Copy.AUTO
     thread_blocks: int = 4
     nic_copies: str = "auto"
+    far: bool = False
 
     def gpu(self, rail: int) -> str:
         return self.gpus[min(rail, len(self.gpus) - 1)] if self.gpus else ""
+
+    def memory_of(self, rail: int) -> str:
+        """The GPU that an engine has its memory on."""
+        return self.gpu(_SENDER_RAIL if self.far else rail)
 
 
 class Engine:
@@ -127,12 +133,12 @@ class Engine:
         self._stack = contextlib.ExitStack()
         self._rail = rail
         self._options = options
-        self._pool: Pool = pool(nbytes, options.gpu(rail))
+        self._pool: Pool = pool(nbytes, options.memory_of(rail))
         self._stack.callback(self._pool.close)
         self._load: Load | None = None
 
     def _connect(self, socket: str, name: str, route: Route = Route.RELAY) -> tuple[Client, Region]:
-        gpu = self._options.gpu(self._rail)
+        gpu = self._options.memory_of(self._rail)
         extra: dict[str, Any] = {"gpu": gpu} if gpu else {}
         gpu_options = GpuOptions(self._options.copy, self._options.rate_gbit, self._options.thread_blocks)
         client = Client.connect(
@@ -344,6 +350,7 @@ class Setup:
             "rate_gbit": self.options.rate_gbit,
             "memory": "cuda" if self.options.gpus else "host",
             "gpus": list(self.options.gpus),
+            "far": self.options.far,
             "shape": shape.text(),
             "piece_bytes": shape.piece_bytes,
             "rows": shape.rows,
@@ -470,6 +477,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--piece", type=int, default=4096, metavar="B", help="bytes of a row (default: %(default)s)")
     group.add_argument("--load", action="store_true", help="matmuls on both GPUs meanwhile; needs torch")
     group.add_argument("--copy", choices=list(Copy), default=Copy.AUTO, help="how slots are filled (default: auto)")
+    group.add_argument("--far", action="store_true", help="the destination is not on the relay memory's GPU")
     group.add_argument(
         "--nic-copies",
         choices=["auto", "engines"],
@@ -487,7 +495,7 @@ def options_of(args: argparse.Namespace) -> Options:
         raise RelayError(ErrorCode.NOT_SUPPORTED, f"--memory cuda: {missing}")
     last = cuda.count() - 1
     gpus = (cuda.uuid_of(0), cuda.uuid_of(min(1, last)))
-    return Options(gpus, args.rate or GPU_GBIT, Copy(args.copy), nic_copies=args.nic_copies)
+    return Options(gpus, args.rate or GPU_GBIT, Copy(args.copy), nic_copies=args.nic_copies, far=args.far)
 
 
 def shape_of(args: argparse.Namespace) -> Shape:

@@ -47,7 +47,7 @@ _ENDS: Final = ("query", "stream write", "event", "word copy")
 @dataclass(frozen=True)
 class Case:
     """``side``: who copies. "sender": fills slots in the receiver's GPU. "receiver", and "nic", a process of its own
-    that does not multiply: from slots to pages of the receiver's GPU."""
+    that does not multiply: from slots to pages of the receiver's GPU, or if ``far`` of the sender's."""
 
     name: str
     side: str
@@ -56,6 +56,7 @@ class Case:
     gbyte: float
     piece_bytes: int = 4 * KIB
     rows: int = 160
+    far: bool = False
 
 
 CASES: Final = (
@@ -77,6 +78,7 @@ CASES: Final = (
     Case("receiver's GPU, other process: 2D, asked to overlap", "nic", "2D overlap", "event", 50),
     Case("receiver's GPU, other process: batch of 64 KiB", "nic", "batch", "event", 50, 64 * KIB, 16),
     Case("receiver's GPU, other process: batch, asked to overlap", "nic", "batch overlap", "event", 50, 64 * KIB, 16),
+    Case("receiver's GPU, other process: 2D to the sender's GPU", "nic", "2D", "event", 50, far=True),
     Case("receiver's GPU, other process: 2D by way of another GPU", "nic", "hops", "event", 50),
     Case("receiver's GPU, other process: gather kernel", "nic", "kernel", "query", 50),
 )
@@ -187,6 +189,8 @@ class Side:
             self._slots = relay.address
             hop, _ = self._stack.enter_context(native.memory_on(0, self._gpu, fill.SLOT_BYTES))
             self._hop = hop.address
+            far, _ = self._stack.enter_context(native.memory_on(0, self._gpu, self._room))
+            self._far = far.address
             self._pages = self._gpu.alloc(self._room)
             self._gpu.fill(self._pages, 0x5A, self._room)
             self._push = push
@@ -250,7 +254,7 @@ class Side:
         inside = np.arange(each, dtype=np.uint64) * np.uint64(case.piece_bytes)
         near = (np.arange(slots, dtype=np.uint64)[:, None] * np.uint64(fill.SLOT_BYTES) + inside).ravel()
         pieces = np.zeros(slots * each, native.PIECE)
-        pages, relay = far + np.uint64(self._pages), near + np.uint64(self._slots)
+        pages, relay = far + np.uint64(self._far if case.far else self._pages), near + np.uint64(self._slots)
         pieces["source"], pieces["destination"] = (pages, relay) if self._push else (relay, pages)
         pieces["bytes"] = case.piece_bytes
         return fill.Work(self._library, pieces, np.arange(slots + 1, dtype=np.uint64) * np.uint64(each)), case.rows

@@ -44,7 +44,8 @@ def loaded(report: Report, options: Options) -> None:
 
 
 def _each(report: Report, options: Options, *, load: bool) -> None:
-    """Beside matmuls the NIC must not compute, as no NIC does: what copy engines can carry is left to them alone."""
+    """Beside matmuls the NIC must not compute, as no NIC does: what copy engines can carry is left to them alone, and
+    its copies go from one GPU to another. Own-rail direct then is a copy within one: only idle it is a limit."""
     irregular = {name: shape for name, (shape, _) in IRREGULAR.items()}
     if not load:
         _some(report, options, {**PAGES, **irregular}, "auto", load=False)
@@ -62,7 +63,8 @@ def _some(report: Report, options: Options, shapes: dict[str, Shape], nic_copies
         }
     waiting = list(shapes)
     nbytes = max(shape.pieces * shape.step for shape in shapes.values())
-    chosen = _bench_overlap.Options(systems.gpus_of(options), systems.rates(options), nic_copies=nic_copies)
+    gpus, rate = systems.gpus_of(options), systems.rates(options)
+    chosen = _bench_overlap.Options(gpus, rate, nic_copies=nic_copies, far=load)
     while waiting:
         try:
             with _bench_overlap.ready(nbytes, chosen) as setup:

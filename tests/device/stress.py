@@ -29,7 +29,7 @@ from railrelay.client.cli._workers import Worker
 _THREADS: Final = 4
 _ROWS: Final = 16
 _SECONDS: Final = 180.0
-_SETTLE_S: Final = 8.0  # until memory counts as what it will stay
+_SETTLE_SHARE: Final = 1 / 3  # until memory counts as what it will stay: allocators have seen all sizes by then
 _STUCK_S: Final = 20.0
 _START_S: Final = 60.0
 _ASK_S: Final = 10.0
@@ -250,7 +250,7 @@ def _show_stacks(engines: list[Worker]) -> None:
 
 def run(report: Report, options: Options) -> None:
     seconds = options.seconds or (4.0 if options.small else _SECONDS)
-    settle = min(seconds / 4, _SETTLE_S)
+    settle = seconds * _SETTLE_SHARE
     name = f"two engines, {_THREADS} threads each, both directions, {seconds:.0f} s, {options.place}"
     with contextlib.ExitStack() as stack:
         node = stack.enter_context(systems.daemon(options))
