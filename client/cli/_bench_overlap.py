@@ -37,6 +37,7 @@ Some = TypeVar("Some", np.int64, np.uint64)
 
 WAYS: Final = ("direct", "relay", "feeder")
 GPU_WAYS: Final = ("strided", "batch", "kernel")
+VALUES: Final = ("zeros", "random")
 REACHED: Final = 0.97  # of the set rate, by own-rail direct, for a row to count
 HOST_GBIT: Final = 4.0
 GPU_GBIT: Final = 400.0
@@ -153,8 +154,8 @@ class Engine:
         self._stack.enter_context(client)
         return client, self._pool.add(client)
 
-    def start_load(self) -> None:
-        self._load = Load(self._options.gpu(self._rail))
+    def start_load(self, values: str) -> None:
+        self._load = Load(self._options.gpu(self._rail), values)
         self._stack.callback(self._load.close)
         self._load.start()
 
@@ -304,9 +305,9 @@ class Setup:
         self._node = node
 
     def measure(
-        self, shape: Shape, runs: int = _RUNS, *, load: bool = False, quiet: Progress | None = None
+        self, shape: Shape, runs: int = _RUNS, *, load: Sequence[str] = (), quiet: Progress | None = None
     ) -> dict[str, Any]:
-        """One row: figures by name. RelayError."""
+        """One row: figures by name. ``load``: values of the matrices that both GPUs multiply meanwhile. RelayError."""
         self.sender.ask("prepare", shape)
         self.sender.ask("fill", shape, timeout=_LONG_S)
         wrong = 0
@@ -320,7 +321,7 @@ class Setup:
         late = rail.late_share(self.rail())
         result = {**self._described(shape), **self._figures(shape, idle, before), "nic_late_share": late}
         if load:
-            result["load"] = self._under_load(result)
+            result["load"] = {values: self._under_load(result, values) for values in load}
         self.receiver.ask("wipe")
         self.sender.ask("transfer", "relay")
         wrong += self.receiver.ask("check", shape, "relay", timeout=_LONG_S)
@@ -381,14 +382,14 @@ class Setup:
             "copied_by": {way: nbytes for way, nbytes in ways.items() if nbytes},
         }
 
-    def _under_load(self, idle: dict[str, Any]) -> dict[str, Any]:
+    def _under_load(self, idle: dict[str, Any], values: str) -> dict[str, Any]:
         """Both GPUs multiply matrices meanwhile. A matmul's time while transfers run is held against that just before
         and after."""
         engines = {"sender": self.sender, "receiver": self.receiver}
         if len(set(self.options.gpus)) == 1:  # two processes would take turns on it
             del engines["receiver"]
         for engine in engines.values():
-            engine.begin("start_load")
+            engine.begin("start_load", values)
         for engine in engines.values():
             engine.result(_LONG_S)
         try:
@@ -513,11 +514,17 @@ def overlap(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         raise ArgumentError(ErrorCode.BAD_ARGUMENT, "--load: matmuls are for GPUs; use --memory cuda")
     with ready(shape.pieces * shape.step, options) as setup:
         progress.step(f"emulated NICs of {options.rate_gbit:g} Gbit/s; {shape.text()} ({size(shape.nbytes)})")
-        result = setup.measure(shape, args.runs or _RUNS, load=args.load, quiet=progress)
+        result = setup.measure(shape, args.runs or _RUNS, load=VALUES if args.load else (), quiet=progress)
     targets = [Target("relay to own-rail direct", result["relay_to_direct"], 1.05, at_least=False)]
     if args.load:
         targets += [
-            Target("relay to own-rail direct, loaded", result["load"]["relay_to_idle_direct"], 1.10, at_least=False)
+            Target(
+                f"relay to own-rail direct, beside matmuls of {values}",
+                load["relay_to_idle_direct"],
+                1.10,
+                at_least=False,
+            )
+            for values, load in result["load"].items()
         ]
     return {**result, "targets": [{**target.facts(), "text": target.text()} for target in targets]}
 
@@ -525,8 +532,8 @@ def overlap(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> str:
     rows = [["own-rail direct", *_times(result, "direct_ms")], ["relay", *_times(result, "relay_ms")]]
     rows.append(["feeder alone", *_times(result, "feeder_ms")])
-    if load := result.get("load"):
-        rows += [[f"{way}, loaded", *_times(result, f"{way}_ms", load[f"{way}_ms"])] for way in ("direct", "relay")]
+    for values, load in result.get("load", {}).items():
+        rows += [[f"{way}, {values}", *_times(result, f"{way}_ms", load[f"{way}_ms"])] for way in ("direct", "relay")]
     counts = "" if result["counts"] else f"; below {REACHED}, so that this run says nothing about relay"
     copied = ", ".join(f"{way} {size(nbytes)}" for way, nbytes in result["copied_by"].items()) or "the CPU"
     checked = "content verified" if result["verified"] else f"{result['wrong_pieces']} WRONG PIECES"
@@ -540,9 +547,11 @@ def report(result: dict[str, Any]) -> str:
         f"copied by {copied}; {result['slots']} slots, {result['stalls']} stalls; median of {result['runs']} runs,"
         f" {checked}",
     ]
-    if load:
+    for values, load in result.get("load", {}).items():
         slowed = ", ".join(f"{name} {share:+.2%}" for name, share in load["matmul_slowdown"].items())
-        lines.append(f"matmuls slowed down: {slowed}; late copies cost the NICs {load['nic_late_share']:.1%}")
+        lines.append(
+            f"matmuls of {values}, slower by: {slowed}; late copies cost the NICs {load['nic_late_share']:.1%}"
+        )
     return "\n".join([*lines, *(f"target: {target['text']}" for target in result["targets"])])
 
 

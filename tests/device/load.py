@@ -32,7 +32,7 @@ KIB: Final = 1024
 _SIZE: Final = 8192
 _AHEAD: Final = 4  # matmuls that the GPU has to do while the thread waits
 _WARM_MATMULS: Final = 40
-_BUDGET_S: Final = 24.0  # of windows, all cases together
+_BUDGET_S: Final = 24.0  # of windows, all cases together, with matrices of each kind
 _WINDOW_S: Final = 0.2
 _ROUNDS: Final = 3
 _SLOTS: Final = 16
@@ -115,6 +115,7 @@ class Matmuls:
 
     def __init__(self, ordinal: int, stand_in: bool) -> None:
         self._ordinal = ordinal
+        self.cool = False  # zeros: the GPU stays below its power limit
         self._stop = threading.Event()
         self._warm = threading.Event()
         self._failure = ""
@@ -159,12 +160,13 @@ class Matmuls:
 
         torch.cuda.set_device(self._ordinal)
         left, right, product = (torch.randn((_SIZE, _SIZE), device="cuda").to(torch.bfloat16) for _ in range(3))
+        zeros = torch.zeros_like(left)
         waiting: collections.deque[Any] = collections.deque()
         last: Any = None
         while not self._stop.is_set():
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            torch.matmul(left, right, out=product)
+            torch.matmul(*((zeros, zeros) if self.cool else (left, right)), out=product)
             end.record()
             waiting.append((begin, end))
             if len(waiting) > _AHEAD:
@@ -227,6 +229,10 @@ class Side:
         self._made[case] = self._work(case)
         self.pace(case, time.monotonic_ns() + 20_000_000)
         return True
+
+    def set_cool(self, cool: bool) -> None:
+        if self._matmuls is not None:
+            self._matmuls.cool = cool
 
     def matmuls(self, windows: Sequence[tuple[int, int]]) -> list[tuple[float, float, int]]:
         assert self._matmuls is not None
@@ -398,23 +404,28 @@ def run(report: Report, options: Options, library_path: Path) -> None:
         uuids = {"sender": cuda.uuid_of(0), "receiver": cuda.uuid_of(options.last_gpu)}
         clocks = Clocks(list(dict.fromkeys(uuids.values())))
         stack.callback(clocks.close)
-        idle, busy = _windows(report, sides, cases, 0.05 if options.small else _WINDOW_S)
         multiplying: list[str] = [name for name in ("sender", "receiver") if name in sides]
-        alone = {name: sides[name].ask("matmuls", _without_edges(idle)) for name in multiplying}
-        for name in multiplying:
-            ms = statistics.median(found[0] for found in alone[name])
-            report.row(
-                f"{_SIZE}^3 matmuls alone, {name}'s GPU",
-                f"{ms:.4f} ms; {statistics.median(found[1] for found in alone[name]) * 1e3:.1f} us between them;"
-                f" {clocks.between(uuids[name], idle)}",
-                matmul_ms=[found[0] for found in alone[name]],
-            )
-        for case in cases:
-            _tell(report, case, busy[case], sides, alone, clocks, uuids)
+        for values in ("random values", "zeros"):
+            for side in sides.values():
+                side.ask("set_cool", values == "zeros")
+            time.sleep(0.5)
+            idle, busy = _windows(report, sides, cases, 0.05 if options.small else _WINDOW_S)
+            alone = {name: sides[name].ask("matmuls", _without_edges(idle)) for name in multiplying}
+            for name in multiplying:
+                ms = statistics.median(found[0] for found in alone[name])
+                report.row(
+                    f"{_SIZE}^3 matmuls of {values} alone, {name}'s GPU",
+                    f"{ms:.4f} ms; {statistics.median(found[1] for found in alone[name]) * 1e3:.1f} us between them;"
+                    f" {clocks.between(uuids[name], idle)}",
+                    matmul_ms=[found[0] for found in alone[name]],
+                )
+            for case in cases:
+                _tell(report, values, case, busy[case], sides, alone, clocks, uuids)
 
 
 def _tell(
     report: Report,
+    values: str,
     case: Case,
     windows: list[tuple[int, Window]],
     sides: dict[str, Worker],
@@ -423,7 +434,7 @@ def _tell(
     uuids: dict[str, str],
 ) -> None:
     if not windows:
-        report.row(case.name, "not measured: no time left")
+        report.row(f"{values}, {case.name}", "not measured: no time left")
         return
     spans = [(window.begin, window.end) for _, window in windows]
     texts: list[str] = []
@@ -444,7 +455,7 @@ def _tell(
         what: statistics.median(window.paced[what] for _, window in windows) for what in windows[0][1].paced
     }
     report.row(
-        case.name,
+        f"{values}, {case.name}",
         f"matmuls slower: {'; '.join(texts)}; {paced['gbyte']:.1f} GB/s of {case.gbyte:g}, a slot took"
         f" {paced['copy_us']:.0f} us, {paced['issue_us']:.0f} of it in calls",
         **facts,

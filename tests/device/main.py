@@ -63,8 +63,8 @@ SECTIONS: Final = {
     "memory": Section("GPU memory of the daemon beyond the buffers", 60, "gpu_memory"),
     "local": Section("between engines of one daemon, against memcpy and bare copies", 120, "local", host=True),
     "stress": Section("two engines, both directions at once, every byte checked", 240, "stress", host=True),
-    "load": Section("matmuls beside bare copies at a NIC's rate, each way alone", 75, "load"),
-    "loaded": Section("the same beside matmuls on all GPUs", 280, "overlap", "loaded"),
+    "load": Section("matmuls beside bare copies at a NIC's rate, each way alone", 110, "load"),
+    "loaded": Section("the same beside matmuls on all GPUs", 330, "overlap", "loaded"),
 }
 
 

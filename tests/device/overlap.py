@@ -11,7 +11,7 @@ from typing import Any, Final
 from device import systems
 from device.report import Options, Report, Skipped
 from railrelay.client.cli import _bench_overlap
-from railrelay.client.cli._bench_overlap import GPU_WAYS, REACHED, Setup, Shape
+from railrelay.client.cli._bench_overlap import GPU_WAYS, REACHED, VALUES, Setup, Shape
 
 KIB: Final = 1024
 _PAGES_LIMIT: Final = 1.05
@@ -80,7 +80,8 @@ def _some(report: Report, options: Options, shapes: dict[str, Shape], nic_copies
 
 
 def _measure(report: Report, setup: Setup, name: str, shape: Shape, options: Options, *, load: bool) -> None:
-    found = setup.measure(shape, 3 if options.small else 9, load=load)
+    beside = () if not load else VALUES if name in PAGES else VALUES[:1]
+    found = setup.measure(shape, 3 if options.small else 9, load=beside)
     copied = found["copied_by"]
     whole = sum(copied.values()) or 1
     ways = " + ".join(f"{way} {copied[way] / whole:.0%}" for way in GPU_WAYS if way in copied) or "the CPU"
@@ -107,16 +108,19 @@ def _judge(report: Report, name: str, found: dict[str, Any], ways: str) -> None:
 
 
 def _judge_loaded(report: Report, name: str, found: dict[str, Any], ways: str) -> None:
-    load = found["load"]
-    slowed = max(load["matmul_slowdown"].values())
-    figure = (
-        f"{load['relay_to_idle_direct']:.3f} x direct idle, {load['relay_to_direct']:.3f} x direct loaded,"
-        f" {load['relay_to_rate']:.3f} x NIC rate; matmuls slower by"
-        f" {', '.join(f'{share:.2%} ({engine})' for engine, share in load['matmul_slowdown'].items())};"
-        f" late copies cost the NIC {load['nic_late_share']:.1%}; {ways}"
-    )
+    cool = found["load"]["zeros"]
+    slowed = max(cool["matmul_slowdown"].values())
+    figure = "; ".join([*(_beside(values, load) for values, load in found["load"].items()), ways])
     limit, good = "", None
     if name in PAGES and found["counts"]:
-        limit = f"<= {_LOADED_LIMIT} x direct, matmuls <= {_SLOWED_LIMIT:.0%} slower"
-        good = load["relay_to_idle_direct"] <= _LOADED_LIMIT and slowed <= _SLOWED_LIMIT
+        limit = f"zeros: <= {_LOADED_LIMIT} x direct, matmuls <= {_SLOWED_LIMIT:.0%} slower"
+        good = cool["relay_to_idle_direct"] <= _LOADED_LIMIT and slowed <= _SLOWED_LIMIT
     report.timed(f"{name}, loaded", figure, limit, good, sound=found["verified"], **found)
+
+
+def _beside(values: str, load: dict[str, Any]) -> str:
+    slower = ", ".join(f"{share:.2%} ({engine})" for engine, share in load["matmul_slowdown"].items())
+    return (
+        f"beside matmuls of {values}: {load['relay_to_idle_direct']:.3f} x direct idle, {load['relay_to_rate']:.3f} x"
+        f" NIC rate, matmuls slower by {slower}, late copies cost the NIC {load['nic_late_share']:.1%}"
+    )
