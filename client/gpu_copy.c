@@ -153,13 +153,42 @@ static double kernel_ns(const struct rg_costs *costs, uint64_t pieces, uint64_t 
     return (double)pieces * costs->kernel_piece_ns + (double)bytes / costs->kernel_rate;
 }
 
-/* The copy engine takes no multiprocessors from the model: it has what it moves as fast as the NIC, or as the kernel. */
+static double strided_ns(const struct rg_costs *costs, const struct rg_run *run)
+{
+    return costs->strided_ns + run->rows * costs->row_ns + (double)run->rows * run->bytes / costs->engine_rate;
+}
+
+static double batch_ns(const struct rg_costs *costs, const struct rg_run *run)
+{
+    double issue = run->rows * costs->batched_ns, move = (double)run->rows * run->bytes / costs->engine_rate;
+    return issue > move ? issue : move;
+}
+
+static int cheaper_strided(const struct rg_costs *costs, const struct rg_run *run)
+{
+    return run->rows > 1 && may_be_strided(run) && strided_ns(costs, run) < batch_ns(costs, run);
+}
+
+/* Do the copy engines move the whole list as fast as the NIC? Then they do: they take no multiprocessors from the model,
+ * and a kernel for a few rows that are left over would wait until a running matmul lets go of some. */
+static int engines_keep_up(const struct rg_copier *copier, const struct rg_run *runs, uint32_t run_count)
+{
+    const struct rg_costs *costs = &copier->costs;
+    if (copier->forced >= 0 || costs->nic_rate <= 0) return 0;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < run_count; i++) bytes += (uint64_t)runs[i].rows * runs[i].bytes;
+    double left = (double)bytes / costs->nic_rate;
+    for (uint32_t i = 0; i < run_count && left >= 0; i++) left -= cheaper_strided(costs, &runs[i]) ? strided_ns(costs, &runs[i]) : batch_ns(costs, &runs[i]);
+    return left >= 0;
+}
+
+/* Of a list that is too much for the engines: they have what they move as fast as the NIC, or as the kernel. */
 static int strided_keeps_up(const struct rg_copier *copier, const struct rg_run *run)
 {
     const struct rg_costs *costs = &copier->costs;
     if (copier->forced >= 0) return copier->forced == RG_STRIDED;
     uint64_t bytes = (uint64_t)run->rows * run->bytes;
-    double strided = costs->strided_ns + run->rows * costs->row_ns + (double)bytes / costs->engine_rate;
+    double strided = strided_ns(costs, run);
     if (costs->nic_rate > 0 && strided <= (double)bytes / costs->nic_rate) return 1;
     return strided < (copier->kernel ? kernel_ns(costs, run->rows, bytes) : run->rows * costs->batched_ns);
 }
@@ -179,14 +208,14 @@ rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t run_count)
     uint32_t rest = 0;
     uint64_t rest_pieces = 0, rest_bytes = 0;
     uint32_t rows = 0, bytes = 0; /* of the run that was decided last: most are like the one before */
-    int keeps_up = 0;
+    int keeps_up = 0, engines = engines_keep_up(copier, runs, run_count);
     for (uint32_t at = 0; at < run_count; at++) {
         if (runs[at].rows != rows || runs[at].bytes != bytes) {
             rows = runs[at].rows;
             bytes = runs[at].bytes;
-            keeps_up = rows >= ROWS_MIN && strided_keeps_up(copier, &runs[at]);
+            keeps_up = !engines && rows >= ROWS_MIN && strided_keeps_up(copier, &runs[at]);
         }
-        if (keeps_up && may_be_strided(&runs[at])) {
+        if (engines ? cheaper_strided(&copier->costs, &runs[at]) : keeps_up && may_be_strided(&runs[at])) {
             rg_result result = copy_strided(copier, &runs[at]);
             if (result) return result;
             continue;
@@ -197,7 +226,7 @@ rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t run_count)
         rest_bytes += (uint64_t)rows * bytes;
     }
     if (!rest) return 0;
-    if (batch_keeps_up(copier, rest_pieces, rest_bytes)) return copy_batch(copier, runs, rest, rest_pieces, rest_bytes);
+    if (engines || batch_keeps_up(copier, rest_pieces, rest_bytes)) return copy_batch(copier, runs, rest, rest_pieces, rest_bytes);
     return copy_by_kernel(copier, runs, rest, (uint32_t)rest_pieces, rest_bytes);
 }
 

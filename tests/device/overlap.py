@@ -17,6 +17,7 @@ KIB: Final = 1024
 _PAGES_LIMIT: Final = 1.05
 _LOADED_LIMIT: Final = 1.10
 _SLOWED_LIMIT: Final = 0.01
+_ENGINES_BYTES: Final = 32 * KIB
 
 PAGES: Final = {
     "pages 72 KiB x 61 rows": Shape(72 * KIB, 480, 61),
@@ -50,8 +51,10 @@ def _each(report: Report, options: Options, *, load: bool) -> None:
     if not load:
         _some(report, options, {**PAGES, **irregular}, "auto", load=False)
         return
-    _some(report, options, PAGES, "engines", load=True)
-    _some(report, options, irregular, "auto", load=True)
+    long = {name: shape for name, shape in irregular.items() if shape.piece_bytes >= _ENGINES_BYTES}
+    _some(report, options, {**PAGES, **long}, "engines", load=True)
+    short = {name: shape for name, shape in irregular.items() if name not in long}
+    _some(report, options, short, "auto", load=True)
 
 
 def _some(report: Report, options: Options, shapes: dict[str, Shape], nic_copies: str, *, load: bool) -> None:

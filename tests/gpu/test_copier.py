@@ -395,6 +395,30 @@ def test_the_cheapest_way_that_keeps_up_is_chosen(make: Make) -> None:
     copier.gpu.synchronize()
 
 
+def test_the_rest_of_a_page_does_not_wait_for_a_kernel_where_the_engines_keep_up(make: Make) -> None:
+    copier = make()
+    copier.set_costs(
+        strided_ns=2000,
+        row_ns=4,
+        batched_ns=500,
+        kernel_ns=4000,
+        kernel_piece_ns=2,
+        engine_rate=300,
+        kernel_rate=100,
+        nic_rate=50,
+    )
+    page, slot = 80 * 8192 + 512, 80 * 4096 + 256  # the gaps end the runs
+    pages = [piece for number in (0, 1) for piece in rows(80, 4096, 8192, 4096, (number * page, number * slot))]
+    cut = [*rows(2, 4096, 8192, 4096, (2 * page, 2 * slot)), (2 * page + 3 * 8192, 2 * slot + 3 * 4096, 512)]
+    copier.moves([*pages, *cut])
+    assert copier.counters()["kernel"] == (0, 0, 0)
+    assert copier.counters()["strided"][:2] == (2, 160)
+    assert copier.counters()["batch"][1] == 3
+    copier.set_costs(nic_rate=500)  # which no way reaches: then the fastest
+    copier.moves([*pages, *cut])
+    assert copier.counters()["strided"][1] + copier.counters()["kernel"][1] > 160
+
+
 def test_mixed_lists_take_several_ways_at_once(make: Make) -> None:
     copier = make()
     copier.set_costs(
