@@ -827,9 +827,17 @@ static int bury(struct rr_tombstones **newest, uint64_t owner, uint64_t tag)
 
 int rr_plane_add_peer_tombstone(struct rr_plane *plane, uint32_t peer, uint32_t owner, uint64_t tag)
 {
-    if (peer >= plane->max_peers) return -ENOENT;
+    if (peer >= plane->max_peers || owner >= RR_MAX_CLIENTS) return -ENOENT;
     if (!tag) return -EINVAL;
-    return bury(&plane->peers[peer].tombstones, rr_peer_owner(plane->peers[peer].incarnation, owner), tag);
+    return bury(&plane->peers[peer].tombstones, rr_peer_owner(&plane->peers[peer], owner), tag);
+}
+
+/* Another client of the peer has this number now. */
+int rr_plane_forget_peer_owner(struct rr_plane *plane, uint32_t peer, uint32_t owner)
+{
+    if (peer >= plane->max_peers || owner >= RR_MAX_CLIENTS) return -ENOENT;
+    rr_fetch_add_u32(&plane->peers[peer].owners[owner], 1);
+    return 0;
 }
 
 /* ---- receiving side ---- */

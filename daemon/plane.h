@@ -254,10 +254,11 @@ struct rr_tombstones {
 };
 
 /* What clients of a peer have aborted, for NICs whose receiver cannot refuse. A peer's row serves another peer under
- * another incarnation, so that old entries say nothing of it. */
+ * another incarnation, so that old entries say nothing of it; likewise the numbers of its clients. */
 struct rr_peer_aborts {
     struct rr_tombstones *tombstones;
     uint32_t incarnation;
+    uint32_t owners[RR_MAX_CLIENTS];
 };
 
 /* Peer, remote rail and class: where slices wait for a connection or for their turn on it. */
@@ -389,6 +390,7 @@ int rr_plane_set_region_keys(struct rr_plane *plane, uint32_t client, uint32_t r
 int rr_plane_set_bounce_keys(struct rr_plane *plane, uint32_t client, uint32_t rail, const uint32_t *rkeys, uint32_t count, uint64_t cookie);
 int rr_plane_drain_handle(struct rr_plane *plane, uint32_t peer, uint32_t handle, uint64_t cookie);
 int rr_plane_add_peer_tombstone(struct rr_plane *plane, uint32_t peer, uint32_t owner, uint64_t tag);
+int rr_plane_forget_peer_owner(struct rr_plane *plane, uint32_t peer, uint32_t owner);
 void rr_plane_remove_remote(struct rr_plane *plane, uint32_t client, uint32_t remote);
 int rr_plane_add_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
                         uint32_t epoch, int fd);
@@ -479,7 +481,10 @@ int rr_has_tombstone(const struct rr_client *client, uint64_t tag);
 int rr_aborted_by_peer(const struct rr_plane *plane, uint32_t peer, uint32_t owner, uint64_t tag);
 
 static inline uint64_t rr_tombstone_hash(uint64_t tag) { return (tag * 0x9e3779b97f4a7c15ull >> 40) % (2 * RR_TOMBSTONES); }
-static inline uint64_t rr_peer_owner(uint32_t incarnation, uint32_t owner) { return (uint64_t)incarnation << 32 | owner; }
+static inline uint64_t rr_peer_owner(const struct rr_peer_aborts *aborts, uint32_t owner)
+{
+    return (uint64_t)rr_load_relaxed_u32(&aborts->incarnation) << 40 | (uint64_t)rr_load_relaxed_u32(&aborts->owners[owner]) << 8 | owner;
+}
 
 static inline void rr_count(struct rr_rail *rail, enum rr_rail_counter id, uint64_t value) { rr_counter_add(&rail->counters[id], value); }
 

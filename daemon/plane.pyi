@@ -110,7 +110,9 @@ class DataPlane:
         """After remove_remote() of all that name the peer's handle: each rail answers once no frame on its way names it."""
     def add_peer_tombstone(self, peer: int, owner: int, tag: int) -> None:
         """The peer's client ``owner`` (its row there) has aborted the tag: verbs rails post nothing with it any more. Kept
-        until drop_peer()."""
+        until drop_peer() or forget_peer_owner()."""
+    def forget_peer_owner(self, peer: int, owner: int) -> None:
+        """Another client of the peer has this row now: what was aborted before is not its."""
     def emulated_fds(self, rail: int) -> tuple[int, int]:
         """Memory that the rail shares with its helper process, and the rail's kick eventfd; the plane's. -1: no emulated NIC."""
     def fail_nic(self, rail: int, result: int) -> None:

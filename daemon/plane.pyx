@@ -91,6 +91,7 @@ cdef extern from "plane.h" nogil:
     int rr_plane_set_bounce_keys(rr_plane *, uint32_t client, uint32_t rail, const uint32_t *rkeys, uint32_t count, uint64_t cookie)
     int rr_plane_drain_handle(rr_plane *, uint32_t peer, uint32_t handle, uint64_t cookie)
     int rr_plane_add_peer_tombstone(rr_plane *, uint32_t peer, uint32_t owner, uint64_t tag)
+    int rr_plane_forget_peer_owner(rr_plane *, uint32_t peer, uint32_t owner)
     void rr_plane_remove_remote(rr_plane *, uint32_t client, uint32_t remote)
     int rr_plane_add_sender(rr_plane *, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
                             uint32_t epoch, int fd)
@@ -318,6 +319,9 @@ cdef class DataPlane:
 
     def drain_handle(self, uint32_t peer, uint32_t handle, uint64_t cookie):
         check(rr_plane_drain_handle(self.plane, peer, handle, cookie))
+
+    def forget_peer_owner(self, uint32_t peer, uint32_t owner):
+        check(rr_plane_forget_peer_owner(self.plane, peer, owner))
 
     def add_peer_tombstone(self, uint32_t peer, uint32_t owner, uint64_t tag):
         check(rr_plane_add_peer_tombstone(self.plane, peer, owner, tag))

@@ -327,7 +327,7 @@ int rr_has_tombstone(const struct rr_client *client, uint64_t tag) { return has_
 int rr_aborted_by_peer(const struct rr_plane *plane, uint32_t peer, uint32_t owner, uint64_t tag)
 {
     const struct rr_peer_aborts *aborts = &plane->peers[peer];
-    return has_tombstone(&aborts->tombstones, rr_peer_owner(rr_load_relaxed_u32(&aborts->incarnation), owner), tag);
+    return owner < RR_MAX_CLIENTS && has_tombstone(&aborts->tombstones, rr_peer_owner(aborts, owner), tag);
 }
 
 /* ---- the cycle ---- */
