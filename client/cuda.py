@@ -508,11 +508,16 @@ def _dmabuf(address: int, nbytes: int) -> tuple[int, int]:
     page = os.sysconf("SC_PAGESIZE")
     first = address // page * page
     last = -(-(address + nbytes) // page) * page
-    kind = _driver().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     try:
-        return int(_call("cuMemGetHandleForAddressRange", first, last - first, kind, 0)), address - first
+        return dmabuf(first, last - first), address - first
     except CudaError:
         return -1, 0
+
+
+def dmabuf(address: int, nbytes: int) -> int:
+    """A dma-buf descriptor of whole pages of GPU memory mapped here; its GPU's context is current. CudaError."""
+    kind = _driver().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    return int(_call("cuMemGetHandleForAddressRange", address, nbytes, kind, 0))
 
 
 # ---- what engines pass as memory ----

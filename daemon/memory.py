@@ -4,10 +4,11 @@ worker threads: reserving a lane's 144 MiB takes longer than the event loop may 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from railrelay.daemon.config import Config
 from railrelay.daemon.node_state import shape
+from railrelay.daemon.verbs import Keys
 from railrelay.shm_layout import abi, segment
 from railrelay.shm_layout.segment import AreaPlan, Segment
 
@@ -21,6 +22,7 @@ class Memory:
     nbytes: int
     number: int = 0  # by which the helper of an emulated NIC knows it; 0: it does not
     device: str = ""  # UUID of the GPU whose memory it is
+    keys: Keys = field(default_factory=Keys)  # on verbs rails
 
     def close_fd(self) -> None:
         if self.fd >= 0:

@@ -17,8 +17,9 @@ OK: Final = 0
 FAILED: Final = 1
 NO_DAEMON: Final = 3
 
-VERBS: Final = ("lanes", "clients", "peers", "errors", "trace", "demo", "bench")
+VERBS: Final = ("rails", "lanes", "clients", "peers", "errors", "trace", "demo", "bench")
 _HELP: Final = {
+    "rails": "NICs, their ports and traffic, and which has taken over for another",
     "lanes": "slots, credit and traffic of each lane",
     "clients": "engines attached to the daemon",
     "peers": "daemons of other nodes",

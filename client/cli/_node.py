@@ -53,9 +53,12 @@ def open_node(instance: str) -> Segment:
 
 
 def nics(node: Segment) -> list[str]:
-    """The kind of NIC of each rail: tcp, or emulated."""
+    """The kind of NIC of each rail: tcp, verbs or emulated; and whose it is, while another rail's has taken over."""
     rails = node.area(abi.CONSTANTS["AREA_RAILS"], "rail_state")
-    return [rails.text(rail, "nic") for rail in range(rails.count)]
+    return [
+        rails.text(rail, "nic") + (f" of {by - 1}" if (by := rails.get(rail, "taken_by")) else "")
+        for rail in range(rails.count)
+    ]
 
 
 def instances() -> list[str]:

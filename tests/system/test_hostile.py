@@ -699,7 +699,7 @@ FACTS = [protocol.RailFacts("rail0", "tcp", "127.0.0.1", 1)]
         b"\x00\x00\x00\x00",
         protocol.LENGTH_PREFIX.pack(3) + b"\xc1\xc1\xc1",
         framed(protocol.Ping(1)),
-        framed(protocol.PeerAbort(1, 1, [0])),
+        framed(protocol.PeerAbort(1, 1, [0], 0, 1)),
         framed(protocol.FenceRail(1, 1)),
         framed(protocol.PeerDone(1)) + framed(protocol.PeerOpenRegion(2, bytes(16))),
     ],
