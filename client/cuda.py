@@ -132,6 +132,12 @@ def count() -> int:
     return int(_call("cuDeviceGetCount"))
 
 
+def exports_dmabuf(ordinal: int) -> bool:
+    """Whether NICs can be given its memory without a module of their own (nvidia-peermem)."""
+    attribute = _driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+    return bool(_call("cuDeviceGetAttribute", attribute, _call("cuDeviceGet", ordinal)))
+
+
 def ordinal_of(gpu: int | str) -> int:
     """The ordinal in this process of a GPU given by ordinal or UUID. RelayError names those that there are."""
     known = [uuid_of(ordinal) for ordinal in range(count())]
