@@ -108,7 +108,7 @@ def _rail(loaded: Config, index: int, resolved: VerbsPort | None, root: Path) ->
             "device": resolved.device,
             "port": resolved.port_number,
             "gid_index": resolved.gid_index,
-            "gid": str(ipaddress.IPv6Address(resolved.gid)),
+            "gid": ipaddress.IPv6Address(resolved.gid).exploded,
             "gid_type": kinds.get(resolved.gid_index, ""),
             "address": resolved.address,
             "subnet": str(resolved.subnet or ""),
