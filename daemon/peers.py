@@ -279,7 +279,7 @@ class Peers:
         }
         link.keep_alive(self._ctx.config.timeouts.peer_s)
         peer.link = link
-        log.info("peer %s connected, instance %d, %d rails", peer.session, peer.instance, len(peer.rails))
+        log.info("peer %s connected, instance %016x, %d rails", peer.session, peer.instance, len(peer.rails))
         self._show(peer, PeerState.CONNECTED)
         peer.tell()
 

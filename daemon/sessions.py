@@ -165,7 +165,7 @@ class Sessions:
             old.close("replaced by a new control connection")
             self._fence_all(session)
         session.link = link
-        log.info("sender %s connected, instance %d", session.name, session.instance)
+        log.info("sender %s connected, instance %016x", session.name, session.instance)
         link.address = session.name
         link.handlers = {
             protocol.PeerOpenRegion: lambda message: self._open(session, message),
