@@ -36,7 +36,7 @@ from railrelay.daemon.rails import Rails
 from railrelay.daemon.requests import Requests
 from railrelay.daemon.sessions import Sessions
 from railrelay.daemon.transfers import TICK_S, Transfers
-from railrelay.daemon.verbs import Verbs, VerbsPort
+from railrelay.daemon.verbs import Verbs, RailPort
 
 DRAIN_LOOK_S: Final = 0.02
 
@@ -109,7 +109,7 @@ class Conductor:
         closing(self._stop_ticking)
         self._look()
 
-    def _new_plane(self, instance: int, ports: dict[int, VerbsPort]) -> plane.DataPlane:
+    def _new_plane(self, instance: int, ports: dict[int, RailPort]) -> plane.DataPlane:
         config, limits = self.config, self.config.limits
         made = plane.DataPlane(
             self._state.segment.buffer,

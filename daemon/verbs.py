@@ -32,14 +32,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class VerbsPort:
-    """What a verbs rail opens. gid and address are empty where the configuration named the device and gid_index."""
+class RailPort:
+    """What a verbs rail opens. address: "" if only the device can tell it."""
 
     device: str
     port_number: int
     gid_index: int
-    gid: bytes = b""
-    address: str = ""
+    address: str
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,24 @@ class Keys:
             self.dmabuf = -1
 
 
-def ports_of(rails: Sequence[Rail]) -> dict[int, VerbsPort]:
+def ports_of(rails: Sequence[Rail]) -> dict[int, RailPort]:
     """The port of each verbs rail, by rail. ConfigError."""
     wanted = {number: rail for number, rail in enumerate(rails) if rail.nic == "verbs"}
     if all(rail.device and rail.gid_index >= 0 for rail in wanted.values()):
         return {
-            number: VerbsPort(rail.device, rail.port_number, rail.gid_index, address=rail.address)
+            number: RailPort(rail.device, rail.port_number, rail.gid_index, rail.address)
             for number, rail in wanted.items()
         }
     from railrelay.daemon import discovery  # needs pyverbs
 
-    found = discovery.resolve(list(wanted.values()))
+    found = discovery.resolve(list(wanted.values()), names=[f"rail[{number}]" for number in wanted])
     return {
-        number: VerbsPort(port.device, port.port_number, port.gid_index, port.gid, port.address)
+        number: RailPort(port.device, port.port_number, port.gid_index, port.address)
         for number, port in zip(wanted, found, strict=True)
     }
 
 
-def add_rail(plane: DataPlane, number: int, config: Config, port: VerbsPort) -> None:
+def add_rail(plane: DataPlane, number: int, config: Config, port: RailPort) -> None:
     """Opens the device for the data plane. ConfigError."""
     verbs = config.verbs
     try:
@@ -119,7 +118,7 @@ class Verbs:
         plane: DataPlane,
         commands: Commands,
         facts: list[RailFacts],
-        ports: dict[int, VerbsPort],
+        ports: dict[int, RailPort],
     ) -> None:
         """Completes ``facts`` of verbs rails: their address, and whether the port is up. ConfigError."""
         self.ports = ports

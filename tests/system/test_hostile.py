@@ -498,7 +498,7 @@ def test_another_abi_version_is_refused_and_both_are_named(scene: Scene) -> None
 
 def test_another_protocol_version_is_refused_and_both_are_named(scene: Scene) -> None:
     with RawClient(scene.prefill.socket, rank=6) as raw:
-        with pytest.raises(Refused, match=r"protocol 9, the daemon 1") as failure:
+        with pytest.raises(Refused, match=r"protocol 9, the daemon 2") as failure:
             raw.attach(version=9)
         assert failure.value.code == "version"
 
