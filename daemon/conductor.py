@@ -36,7 +36,7 @@ from railrelay.daemon.rails import Rails
 from railrelay.daemon.requests import Requests
 from railrelay.daemon.sessions import Sessions
 from railrelay.daemon.transfers import TICK_S, Transfers
-from railrelay.daemon.verbs import Verbs, RailPort
+from railrelay.daemon.verbs import RailPort, Verbs
 
 DRAIN_LOOK_S: Final = 0.02
 
