@@ -302,7 +302,7 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
         memset(&port->state->head, 0, sizeof *port->state - offsetof(struct rr_lane_state, head));
         port->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         rr_source_init(&port->ring_source, client, header->ring_slices, plane->table_entries,
-                       plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 0);
+                       plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 0, plane->rails[i].nic->ops->one_sided);
         good = port->kick_fd > 0 && port->ring_source.works;
     }
     if (!good) {
@@ -373,7 +373,8 @@ int rr_plane_lease_lane(struct rr_plane *plane, uint32_t number, uint32_t rail, 
     int error = ENOMEM;
     struct rr_mapping *memory = fd < 0 ? rr_made_up(base, bytes) : rr_map(fd, 0, bytes, &error);
     if (!memory) return -error;
-    rr_source_init(&port->lane_source, client, plane->slots, plane->table_entries, plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 1);
+    rr_source_init(&port->lane_source, client, plane->slots, plane->table_entries, plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 1,
+                   plane->rails[rail].nic->ops->one_sided);
     if (!port->lane_source.works) {
         rr_unmap(memory);
         return -ENOMEM;

@@ -438,7 +438,8 @@ int rr_collect(struct rr_rail *rail);
 /* Is there anything to collect? For the look before sleeping. */
 int rr_collect_pending(struct rr_rail *rail);
 int rr_collect_filling(struct rr_rail *rail); /* a slot is announced and not filled yet */
-void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane);
+void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane,
+                    int one_sided);
 void rr_source_free(struct rr_source *source);
 
 /* ---- local_slices.c: rail thread ---- */

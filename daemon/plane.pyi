@@ -80,8 +80,9 @@ class DataPlane:
         slots: bounce_slots * table_entries * 16 bytes more; all of it is registered."""
     def bounce_base(self, client: int, rail: int) -> int:
         """Address at which bounce memory is mapped here, for register_memory(). KeyError."""
-    def new_endpoint(self, rail: int, through: int) -> tuple[int, int, int]:
-        """(endpoint id, queue pair number, packet sequence number): a queue pair that serves ``rail``. OSError."""
+    def new_endpoint(self, rail: int, through: int, *, sending: bool) -> tuple[int, int, int]:
+        """(endpoint id, queue pair number, packet sequence number): a queue pair that serves ``rail``, for add_sender() or
+        probe_endpoint() if ``sending``, else for add_receiver(). OSError."""
     def connect_endpoint(
         self,
         endpoint: int,

@@ -137,7 +137,7 @@ cdef extern from "verbs_nic.h" nogil:
     int rr_verbs_register(rr_plane *, uint32_t through, uint64_t address, uint64_t nbytes, int dmabuf_fd, uint64_t dmabuf_offset,
                           rr_verbs_key *out, char *error)
     int rr_verbs_deregister(rr_plane *, uint64_t id)
-    int rr_verbs_new_endpoint(rr_plane *, uint32_t rail, uint32_t through, rr_verbs_endpoint *out, char *error)
+    int rr_verbs_new_endpoint(rr_plane *, uint32_t rail, uint32_t through, int sending, rr_verbs_endpoint *out, char *error)
     int rr_verbs_connect(rr_plane *, uint64_t endpoint, const rr_verbs_route *route, char *error)
     int rr_verbs_drop_endpoint(rr_plane *, uint64_t endpoint)
     int rr_verbs_probe(rr_plane *, uint64_t endpoint, uint64_t cookie)
@@ -284,13 +284,13 @@ cdef class DataPlane:
             raise KeyError((client, rail))
         return <uint64_t> at.ports[rail].bouncer.memory.base
 
-    def new_endpoint(self, uint32_t rail, uint32_t through):
+    def new_endpoint(self, uint32_t rail, uint32_t through, *, bint sending):
         cdef rr_verbs_endpoint endpoint
         cdef char[256] error
         cdef int status
         error[0] = 0
         with nogil:
-            status = rr_verbs_new_endpoint(self.plane, rail, through, &endpoint, error)
+            status = rr_verbs_new_endpoint(self.plane, rail, through, sending, &endpoint, error)
         check_text(status, error)
         return endpoint.id, endpoint.qpn, endpoint.psn
 

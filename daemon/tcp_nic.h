@@ -3,6 +3,7 @@
 #define RAILRELAY_TCP_NIC_H
 
 #include "nic.h"
+#include "window.h"
 
 #define FRAME_MAGIC 0x4d415246u /* "FRAM" */
 #define REPLY_MAGIC 0x4c504552u /* "REPL" */
@@ -62,13 +63,7 @@ struct rr_connection {
     uint64_t piece_sent;
     int writing, blocked;
     uint64_t next_sequence;
-    /* Frames without a reply, in any order: a receiver that one destination keeps waiting answers the others. An entry
-     * with a sequence but no work belongs to a client that has left. */
-    struct rr_work *window[RR_WINDOW];
-    uint64_t window_sequence[RR_WINDOW];
-    struct rr_debt owed[RR_WINDOW]; /* lost: by entry of the window */
-    uint16_t window_free[RR_WINDOW];
-    uint32_t window_free_count;
+    struct rr_window window; /* frames without a reply */
     struct rr_work *parked;  /* waiting for a grant */
     uint32_t parked_count;
     struct rr_work *granted, *granted_last;

@@ -48,7 +48,7 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
         c->current = NULL;
         return 1;
     }
-    if (!c->window_free_count) {
+    if (!c->window.free_count) {
         rr_count(rail, RR_RAIL_WINDOW_FULL, 1);
         return 0;
     }
@@ -81,12 +81,9 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     rr_work_posted(rail, work);
     work->connection = c;
     work->sequence = c->next_sequence++;
-    uint16_t window = c->window_free[--c->window_free_count];
-    c->window[window] = work;
-    c->window_sequence[window] = work->sequence;
     c->current = work;
     start_frame(c, FRAME_DATA, work);
-    c->out.window = window;
+    c->out.window = rr_window_take(&c->window, work);
     c->out.sequence = work->sequence;
     c->out.run_count = work->run_count;
     c->out.grant = work->grant;
@@ -104,9 +101,9 @@ static void abandon_written(struct tcp_nic *nic, struct rr_client *client)
     for (struct rr_connection *c = nic->connections; c; c = c->next) {
         if (c->role != SENDER || c->fd < 0) continue;
         for (uint32_t i = 0; i < RR_WINDOW; i++) {
-            struct rr_work *work = c->window[i];
+            struct rr_work *work = c->window.works[i];
             if (!work || work == c->current || work->source->client != client) continue;
-            c->window[i] = NULL;
+            c->window.works[i] = NULL;
             rr_work_done(nic->base.rail, work, RR_CLIENT_GONE);
         }
     }
@@ -245,13 +242,11 @@ static int on_reply(struct rr_rail *rail, struct rr_connection *c, const struct 
         return 0;
     }
     if (reply->type != REPLY_DONE || reply->window >= RR_WINDOW || !reply->sequence ||
-        c->window_sequence[reply->window] != reply->sequence)
+        c->window.sequences[reply->window] != reply->sequence)
         return -1;
-    struct rr_work *work = c->window[reply->window];
+    struct rr_work *work = c->window.works[reply->window];
     if (work && work == c->current) return -1;
-    c->window[reply->window] = NULL;
-    c->window_sequence[reply->window] = 0;
-    c->window_free[c->window_free_count++] = (uint16_t)reply->window;
+    rr_window_free(&c->window, (uint32_t)reply->window);
     if (work) rr_work_done(rail, work, reply->code);
     return 0;
 }
@@ -283,81 +278,12 @@ int tcp_read_replies(struct tcp_nic *nic, struct rr_connection *c)
     return work_count;
 }
 
-static void again(struct rr_rail *rail, struct rr_work *work, uint32_t otherwise)
-{
-    struct rr_client *client = work->source->client;
-    uint32_t result = rr_transfer_stopped(client, work->transfer, work->generation);
-    if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
-    if (!result) result = otherwise;
-    work->connection = NULL;
-    work->grant = 0;
-    if (result) {
-        rr_work_done(rail, work, result);
-    } else {
-        rr_count(rail, RR_RAIL_SLICES_RESENT, 1);
-        rr_path_queue(rail, work, 1);
-    }
-}
-
-static int ack_of(const struct rr_ack *acks, uint32_t count, uint64_t sequence, uint32_t *code)
-{
-    for (uint32_t i = 0; i < count; i++) {
-        if (acks[i].sequence != sequence) continue;
-        *code = (uint32_t)acks[i].code;
-        return 1;
-    }
-    return 0;
-}
-
-static void end_stopped(struct rr_rail *rail, struct rr_work **link)
-{
-    while (*link) {
-        struct rr_work *work = *link;
-        uint32_t result = rr_transfer_stopped(work->source->client, work->transfer, work->generation);
-        if (!result) {
-            link = &work->next;
-            continue;
-        }
-        *link = work->next;
-        work->next = NULL;
-        rr_work_done(rail, work, result);
-    }
-}
-
-/* Work of transfers that were stopped on a lost connection: a peer that is gone for good must not hold slots that others
- * need. What was sent is owed, what was not has ended. */
+/* What was not sent has ended; what was is owed. */
 static void owe_stopped(struct rr_rail *rail, struct rr_connection *c)
 {
-    end_stopped(rail, &c->parked);
-    end_stopped(rail, &c->granted);
-    for (uint32_t i = 0; i < RR_WINDOW; i++) {
-        struct rr_work *work = c->window[i];
-        if (!work || !rr_transfer_stopped(work->source->client, work->transfer, work->generation)) continue;
-        c->window[i] = NULL;
-        c->owed[i] = rr_work_owe(rail, work);
-    }
-}
-
-static void pay(struct rr_rail *rail, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count)
-{
-    for (uint32_t i = 0; i < RR_WINDOW; i++) {
-        struct rr_debt *debt = &c->owed[i];
-        uint32_t code;
-        if (!debt->source) continue;
-        if (c->window_sequence[i] > placed || !ack_of(acks, ack_count, c->window_sequence[i], &code)) {
-            code = rr_transfer_stopped(debt->source->client, debt->transfer, debt->generation);
-            if (code == RR_OK) code = RR_PEER_LOST;
-        }
-        rr_debt_paid(rail, debt, code);
-    }
-}
-
-static int newest_in_window(const struct rr_connection *c)
-{
-    int newest = -1;
-    for (int i = 0; i < (int)RR_WINDOW; i++)
-        if (c->window[i] && (newest < 0 || c->window_sequence[i] > c->window_sequence[newest])) newest = i;
-    return newest;
+    rr_end_stopped(rail, &c->parked);
+    rr_end_stopped(rail, &c->granted);
+    rr_window_owe_stopped(rail, &c->window);
 }
 
 void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
@@ -370,23 +296,13 @@ void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, c
         c->path->connection = NULL;
     }
     c->path->broken = 0;
-    pay(rail, c, placed, acks, ack_count);
-    /* Newest first: again() puts each in front, so they end up in their old order. */
-    for (int i; (i = newest_in_window(c)) >= 0;) {
-        struct rr_work *work = c->window[i];
-        uint32_t code;
-        c->window[i] = NULL;
-        if (c->window_sequence[i] <= placed && ack_of(acks, ack_count, c->window_sequence[i], &code))
-            rr_work_done(rail, work, code);
-        else
-            again(rail, work, otherwise);
-    }
+    rr_window_settle(rail, &c->window, placed, acks, ack_count, otherwise);
     struct rr_work *lists[2] = {c->granted, c->parked};
     for (int i = 0; i < 2; i++) {
         for (struct rr_work *work = lists[i], *next; work; work = next) {
             next = work->next;
             work->next = NULL;
-            again(rail, work, otherwise);
+            rr_work_again(rail, work, otherwise);
         }
     }
     tcp_free_connection(tcp(base), c);
@@ -456,7 +372,9 @@ void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connec
 {
     for (struct rr_connection *c = tcp(base)->connections; c; c = c->next) {
         if (c->role != SENDER) continue;
-        for (uint32_t i = 0; i < RR_WINDOW; i++)
-            if (c->window[i] && (!c->window[i]->window_bytes || c->window[i] == c->current)) visit(context, c, c->window[i]);
+        for (uint32_t i = 0; i < RR_WINDOW; i++) {
+            struct rr_work *work = c->window.works[i];
+            if (work && (!work->window_bytes || work == c->current)) visit(context, c, work);
+        }
     }
 }

@@ -46,7 +46,8 @@ int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts 
 int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
                       struct rr_verbs_key *out, char *error);
 int rr_verbs_deregister(struct rr_plane *plane, uint64_t id);
-int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, struct rr_verbs_endpoint *out, char *error);
+int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, struct rr_verbs_endpoint *out,
+                          char *error);
 int rr_verbs_connect(struct rr_plane *plane, uint64_t endpoint, const struct rr_verbs_route *route, char *error);
 int rr_verbs_drop_endpoint(struct rr_plane *plane, uint64_t endpoint);
 /* Writes zero bytes with an immediate through a connected endpoint; COMMAND_DONE with 0, or the completion's status. */
