@@ -631,7 +631,7 @@ int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t conne
 static void run_close_sender(struct rr_rail *rail, struct rr_command *command)
 {
     struct rr_connection *connection = rail->nic->ops->find(rail->nic, command->a);
-    if (connection) rail->nic->ops->lose(rail->nic, connection, ETIMEDOUT);
+    if (connection) rail->nic->ops->lose(rail->nic, connection, ECANCELED);
 }
 
 int rr_plane_close_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection)

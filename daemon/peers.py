@@ -38,8 +38,6 @@ FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
 ACK_BYTES: Final = 16  # sequence and result
 MOST_ACKS: Final = 256
-# Errors of a queue pair that say that the devices do not reach each other.
-PATH_ERRORS: Final = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
 
 log = logging.getLogger("railrelay")
 
@@ -437,7 +435,7 @@ class Peers:
     ) -> tuple[int, int]:
         """(connection as the receiver numbers it, endpoint here), both ends ready. RelayError."""
         nics = self._ctx.verbs
-        endpoint, own = await nics.open(rail, pair.here)
+        endpoint, own = await nics.open(rail, pair.here, sending=True)
         try:
             token = await self.ask(peer, lambda n: request(n, own), protocol.RailToken, timeout_s)
         except BaseException:
@@ -518,7 +516,7 @@ class Peers:
         if sender is None or sender.peer.gone:
             return
         peer = sender.peer
-        if sender.pair is not None and error in PATH_ERRORS:
+        if sender.pair is not None and error == errno.ETIMEDOUT:  # the other end was not reached
             self._takeover.suspect(peer, sender.pair)
         peer.fences += 1
         self.count_regions(peer, 0)

@@ -385,7 +385,7 @@ class Sessions:
         remote = checked_endpoint(session.name, message.endpoint, None, session.rails)
         session.opening += 1
         try:
-            number, endpoint = await ctx.verbs.open(rail, through)
+            number, endpoint = await ctx.verbs.open(rail, through, sending=False)
             await ctx.verbs.connect(rail, number, through, remote)
         finally:
             session.opening -= 1

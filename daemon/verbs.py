@@ -201,12 +201,12 @@ class Verbs:
 
     # ---- queue pairs ----
 
-    async def open(self, rail: int, through: int) -> tuple[int, Endpoint]:
+    async def open(self, rail: int, through: int, *, sending: bool) -> tuple[int, Endpoint]:
         """(number of the endpoint, what the other end is told of it): a queue pair of ``rail`` on the device of
         ``through``. RelayError RAIL_DOWN."""
         facts = self.facts(through)
         number, qpn, psn = await self._call(
-            rail, through, lambda: self._plane.new_endpoint(rail, through), self._drop_first
+            rail, through, lambda: self._plane.new_endpoint(rail, through, sending=sending), self._drop_first
         )
         return number, Endpoint(through, facts.gid, facts.lid, qpn, psn, facts.mtu)
 
