@@ -59,9 +59,7 @@ def new_instance() -> str:
     return f"t{os.getpid()}-{next(_numbers)}"
 
 
-def config_text(
-    instance: str, socket: Path | str, rails: Rails, sections: Mapping[str, Mapping[str, object]]
-) -> str:
+def config_text(instance: str, socket: Path | str, rails: Rails, sections: Mapping[str, Mapping[str, object]]) -> str:
     """TOML; ``rails``: how many on 127.0.0.1, or their addresses, or RDMA devices. ``sections`` may add to [node], and
     "rail" to each [[rail]]."""
     addresses = ["127.0.0.1"] * rails if isinstance(rails, int) else rails

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from helpers import verbs_stand_in
 from helpers.verbs_stand_in import Fabric
 
@@ -50,6 +52,17 @@ def missing() -> str:
 
 def real() -> bool:
     return bool(os.environ.get(VARIABLE))
+
+
+def slowness() -> int:
+    """By what factor limits grow where verbs are real: the machine that has them is emulated."""
+    return 10 if real() else 1
+
+
+def marks(nic: str) -> list[pytest.MarkDecorator]:
+    """Of tests that need this NIC."""
+    lack = missing() if nic == "verbs" else ""
+    return [pytest.mark.skipif(bool(lack), reason=lack)] if lack else []
 
 
 @dataclass(frozen=True)
