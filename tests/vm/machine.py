@@ -23,6 +23,7 @@ from vm.kernel import Kernel
 GUEST: Final = Path(__file__).resolve().parent / "guest"
 OVER_LIMIT: Final = 124
 NOT_BOOTED: Final = 125
+CRASHED: Final = 126
 BOOT_LIMIT_S: Final = 420  # takes 10 s, or 120 s beside others on the same cores
 _MEMORY_MIB: Final = 4096
 _KERNEL_OPTIONS: Final = (
@@ -45,7 +46,7 @@ class Machine:
         self.boot_s: float | None = None
 
     def run(self, command: str, environment: Mapping[str, str], limit_s: float, output: BinaryIO) -> int:
-        """Its exit status, or OVER_LIMIT or NOT_BOOTED. What it prints goes to ``output`` while it runs."""
+        """Its exit status, or OVER_LIMIT, NOT_BOOTED or CRASHED. What it prints goes to ``output`` while it runs."""
         self._write(command, environment)
         reader, writer = os.pipe()
         began = time.monotonic()
@@ -63,8 +64,10 @@ class Machine:
             ended = self._follow(reader, output, began, limit_s)
         if self.boot_s is None:
             return NOT_BOOTED
+        if not ended:
+            return OVER_LIMIT
         status = self.folder / "status"
-        return int(status.read_text()) if ended and status.exists() else OVER_LIMIT
+        return int(status.read_text()) if status.exists() else CRASHED
 
     def tail(self) -> str:
         """What QEMU and the kernel said last."""

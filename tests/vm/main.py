@@ -4,7 +4,7 @@ tests/verbs.
 
 Takes about a minute to prepare the first time, then 10 to 120 s to boot. The machine is emulated, needs no privileges
 and changes no file of the host. Other statuses: 5, no test was run, be it that all skipped; 123, something is missing;
-124, over the limit; 125, the machine did not boot."""
+124, over the limit; 125, the machine did not boot; 126, it crashed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 from vm import interpreter, kernel, packages
 from vm.interpreter import ROOT
-from vm.machine import NOT_BOOTED, OVER_LIMIT, Machine, addresses
+from vm.machine import CRASHED, NOT_BOOTED, OVER_LIMIT, Machine, addresses
 from vm.packages import NotPrepared
 
 NOTHING_RAN: Final = 5
@@ -94,9 +94,9 @@ def _run(args: argparse.Namespace, pytest_args: list[str], machine: Machine, pyt
     if status == NOT_BOOTED:
         _say(f"run: the machine did not boot; the last that it said:\n{machine.tail()}")
     elif status == OVER_LIMIT:
-        _say(
-            f"run: over the limit of {args.limit:g} s, or the machine crashed; the last that it said:\n{machine.tail()}"
-        )
+        _say(f"run: not done within {args.limit:g} s")
+    elif status == CRASHED:
+        _say(f"run: the machine crashed; the last that it said:\n{machine.tail()}")
     if status == 0 and args.bench:
         print(json.dumps(json.loads((machine.folder / "figures.json").read_text())))
     if status == 0 and not args.shell and not args.bench and _ran(machine.folder / "junit.xml") == 0:
@@ -106,10 +106,12 @@ def _run(args: argparse.Namespace, pytest_args: list[str], machine: Machine, pyt
 
 
 def _pytest(python: Path, args: list[str]) -> list[str]:
-    paths = [] if any((ROOT / arg.partition("::")[0]).exists() for arg in args) else ["tests/verbs"]
+    named = any("/" in arg and (ROOT / arg.partition("::")[0]).exists() for arg in args)  # -k client is no path
+    paths = [] if named else ["tests/verbs"]
     # hypothesis works without its plugin, which takes 20 s to load under emulation
-    options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "--junitxml=/run/vm/junit.xml", *(["--color=yes"] * sys.stdout.isatty())]
-    return [str(python), "-m", "pytest", *options, *args, *paths]
+    left_out = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    color = ["--color=yes"] if sys.stdout.isatty() else []
+    return [str(python), "-m", "pytest", *left_out, *color, "--junitxml=/run/vm/junit.xml", *args, *paths]
 
 
 def _ran(report: Path) -> int:
