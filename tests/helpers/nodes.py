@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from helpers import processes, verbs_rails
-from helpers.verbs_rails import Device, Devices
+from helpers import processes, rail_devices
+from helpers.rail_devices import Device, Devices
 from helpers.waiting import LIMIT_S, until
 from railrelay.client import Client
 
@@ -180,7 +180,7 @@ class Nodes:
 
     def __post_init__(self) -> None:
         if self.nic == "verbs":
-            self.devices = verbs_rails.devices(self.directory / "fabric")
+            self.devices = rail_devices.devices(self.directory / "fabric")
             self.environment.update(self.devices.environment)
 
     def start(
@@ -222,7 +222,7 @@ class Nodes:
     def _sections(
         self, base: Mapping[str, Mapping[str, object]], sections: Mapping[str, Mapping[str, object]]
     ) -> dict[str, dict[str, object]]:
-        return merged(merged(base, verbs_rails.SECTIONS if self.nic == "verbs" else {}), sections)
+        return merged(merged(base, rail_devices.SECTIONS if self.nic == "verbs" else {}), sections)
 
     def fails(self, text: str) -> tuple[int, str]:
         """Exit code and last line of the log of a daemon that cannot start with this configuration."""

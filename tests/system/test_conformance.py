@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 from _pytest.mark.structures import ParameterSet
-from helpers import memory, patterns, verbs_rails
+from helpers import memory, patterns, rail_devices
 from helpers.memory import KINDS, Kind, Memory
 from helpers.nodes import Node, Nodes
 
@@ -37,12 +37,12 @@ Case = tuple[str, int | tuple[int, int], Kind]
 
 def _case(nic: str, rails: int | tuple[int, int], kind: Kind) -> ParameterSet:
     ends = str(rails) if isinstance(rails, int) else f"{rails[0]}to{rails[1]}"
-    return pytest.param((nic, rails, kind), id=f"{ends}-{nic}-{kind}", marks=verbs_rails.marks(nic))
+    return pytest.param((nic, rails, kind), id=f"{ends}-{nic}-{kind}", marks=rail_devices.marks(nic))
 
 
 CASES = [
     *(_case("tcp", *case) for case in product(RAILS, KINDS)),
-    *(_case("verbs", *case) for case in product(SLOW_RAILS if verbs_rails.real() else RAILS, KINDS)),
+    *(_case("verbs", *case) for case in product(SLOW_RAILS if rail_devices.real() else RAILS, KINDS)),
     *(_case("emulated", rails, "shared") for rails in EMULATED),  # it refuses private destinations
 ]
 
@@ -51,7 +51,7 @@ CASES = [
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     case: Case = request.param
     nic, rails, destination = case
-    nodes = Nodes(tmp_path_factory.mktemp("nodes"), nic=nic, limit_s=400 * verbs_rails.slowness())
+    nodes = Nodes(tmp_path_factory.mktemp("nodes"), nic=nic, limit_s=400 * rail_devices.slowness())
     if isinstance(rails, int):
         node = nodes.start(rails, rail={"nic": "emulated", "rate_gbit": 100})
         yield Pair(node, node, destination)
