@@ -65,6 +65,11 @@ def marks(nic: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skipif(bool(lack), reason=lack)] if lack else []
 
 
+def every_nic() -> pytest.MarkDecorator:
+    """Of tests whose daemons may have rails of any NIC that reaches other nodes."""
+    return pytest.mark.parametrize("nic", [pytest.param(nic, marks=marks(nic)) for nic in ("tcp", "verbs")])
+
+
 @dataclass(frozen=True)
 class Devices:
     """``fabric``: of the stand-in's; None for real ones. ``environment``: for daemons."""
