@@ -205,7 +205,7 @@ struct context {
     pthread_cond_t changed; /* the mover has taken note, or something was acknowledged */
     pthread_t mover;
     atomic_int callers; /* threads that want the lock */
-    int stop, sleeping, wake_fd, control_fd;
+    int stop, sleeping, changes, wake_fd, control_fd; /* changes: since the mover began its round */
     char control_name[64];
     struct fault faults[FAULTS_MAX];
     int fault_count, down;
@@ -280,11 +280,18 @@ static void enter(struct context *context)
 
 static void leave(struct context *context) { pthread_mutex_unlock(&context->lock); }
 
+/* 1: the caller must write wake_fd. */
+static int must_wake(struct context *context)
+{
+    int asleep = context->sleeping;
+    context->changes = 1;
+    context->sleeping = 0;
+    return asleep;
+}
+
 static void wake(struct context *context)
 {
-    if (!context->sleeping) return;
-    context->sleeping = 0;
-    if (eventfd_write(context->wake_fd, 1)) abort();
+    if (must_wake(context) && eventfd_write(context->wake_fd, 1)) abort();
 }
 
 /* The mover, between two pieces of work. */
@@ -842,7 +849,6 @@ static int transmit(struct context *context, struct queue_pair *qp)
     for (int turn = 0; turn < FRAGMENTS_AT_ONCE; turn++) {
         if (stream->fd < 0 || stream->blocked || stream->shut) return 0;
         int is_hello = stream->out_bytes && stream->out.kind == HELLO;
-        if (!is_hello && !stream->taken) return 0;
         if (!stream->out_bytes && !stream->out_payload && (must_wait(context) || !next_fragment(context, qp))) return 0;
         int result = push_out(context, stream, pieces, is_hello ? 0 : source_pieces(context, qp, pieces));
         if (result < 0) stream->shut = 1;
@@ -861,9 +867,10 @@ static int transmit(struct context *context, struct queue_pair *qp)
     return 1;
 }
 
+/* All before this one. */
 static void acknowledged(struct context *context, struct queue_pair *qp, uint64_t sequence)
 {
-    while (qp->done <= sequence && qp->done < qp->sent) complete_send(context, qp, IBV_WC_SUCCESS);
+    while (qp->done < sequence && qp->done < qp->sent) complete_send(context, qp, IBV_WC_SUCCESS);
 }
 
 /* Bytes of a READ go where the list says; 0: not yet all of the fragment, -1: gone. */
@@ -891,7 +898,7 @@ static int take_answers(struct context *context, struct queue_pair *qp)
                 result = -1;
             } else {
                 if (fresh) stream->in_offset = in->address;
-                acknowledged(context, qp, in->sequence - 1);
+                acknowledged(context, qp, in->sequence);
                 result = take_read(context, qp);
             }
         }
@@ -905,11 +912,11 @@ static int take_answers(struct context *context, struct queue_pair *qp)
             if (work->status != IBV_WC_SUCCESS)
                 fail_sends(context, qp, work->status);
             else if (in->flags & LAST)
-                acknowledged(context, qp, in->sequence);
+                acknowledged(context, qp, in->sequence + 1);
         } else if (in->status == IBV_WC_SUCCESS) {
-            acknowledged(context, qp, in->sequence);
+            acknowledged(context, qp, in->sequence + 1);
         } else {
-            if (in->sequence) acknowledged(context, qp, in->sequence - 1);
+            acknowledged(context, qp, in->sequence);
             fail_sends(context, qp, (enum ibv_wc_status)in->status);
         }
         breathe(context);
@@ -1230,7 +1237,7 @@ static int64_t progress(struct context *context, struct queue_pair *qp)
     if (qp->state == IBV_QPS_ERR) {
         if (!qp->flushed && !qp->dying && !qp->resetting) {
             /* What was on its way through the NIC ends only now. */
-            if (qp->requester.fd >= 0 && qp->requester.taken && qp->done < qp->posted) transmit(context, qp);
+            if (qp->done < qp->posted) transmit(context, qp);
             if (qp->responder.fd >= 0 && qp->responder.taken && !qp->refused && !is_held(context, qp->responder.other)) take_requests(context, qp);
             answer(context, qp);
             close_streams(qp);
@@ -1247,8 +1254,10 @@ static int64_t progress(struct context *context, struct queue_pair *qp)
     }
     if (qp->state == IBV_QPS_RTR || qp->state == IBV_QPS_RTS) {
         struct stream *responder = &qp->responder;
-        next = earlier(next, watch_receives(qp));
         if (!is_held(context, other_address(qp))) more |= take_requests(context, qp);
+        int64_t again = watch_receives(qp);
+        more |= !again;
+        next = earlier(next, again);
         int answered = answer(context, qp);
         if (!answered && must_wait(context)) next = earlier(next, context->next_send_ns);
         if (answered && qp->refused == 2 && qp->refusal != IBV_WC_RNR_RETRY_EXC_ERR) enter_error(context, qp);
@@ -1256,7 +1265,7 @@ static int64_t progress(struct context *context, struct queue_pair *qp)
     }
     if (qp->state == IBV_QPS_RTS) {
         struct stream *requester = &qp->requester;
-        if (requester->fd < 0 && !requester->ended && !qp->lost && !is_held(context, other_address(qp))) {
+        if (requester->fd < 0 && !requester->ended && !qp->lost) {
             if (now_ns() >= qp->connect_at_ns) connect_requester(context, qp);
             if (requester->fd < 0) next = earlier(next, qp->connect_at_ns);
         }
@@ -1386,12 +1395,13 @@ static void *move(void *argument)
             watch(polled, &count, ready && (out->blocked || !held) ? out->fd : -1, (out->blocked ? POLLOUT : 0) | (held ? 0 : POLLIN));
         }
         struct timespec limit = {0, 0}, *forever = NULL;
+        if (context->changes) next = 0;
         if (next != INT64_MAX) {
             int64_t left = next - now_ns();
             if (left > 0) limit = (struct timespec){left / 1000000000, left % 1000000000};
             forever = &limit;
         }
-        context->sleeping = 1;
+        context->sleeping = !context->changes;
         pthread_mutex_unlock(&context->lock);
         ppoll(polled, (nfds_t)count, forever, NULL);
         pthread_mutex_lock(&context->lock);
@@ -1406,6 +1416,7 @@ static void *move(void *argument)
             qp->requester.readable = (polled[at + 2].revents & ~POLLOUT) != 0;
         }
         next = INT64_MAX;
+        context->changes = 0;
         for (struct queue_pair *qp = context->queue_pairs, *after; qp; qp = after) {
             after = qp->next; /* its owner may free it once it is let go */
             next = earlier(next, progress(context, qp));
@@ -2224,8 +2235,7 @@ static int post_send(struct ibv_qp *base, struct ibv_send_wr *wr, struct ibv_sen
     enter(context);
     for (; wr && !error; wr = error ? wr : wr->next) error = take_send(context, (struct queue_pair *)base, wr);
     if (error) *bad = wr;
-    int asleep = context->sleeping;
-    context->sleeping = 0;
+    int asleep = must_wake(context);
     leave(context); /* first, or the mover would wait for the lock at once */
     if (asleep && eventfd_write(context->wake_fd, 1)) abort();
     return error;
