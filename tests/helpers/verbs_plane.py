@@ -101,7 +101,7 @@ class Node:
             spin_us=0,
         )
         for device in devices:
-            self.plane.add_rail(nic="verbs", cpu=-1, device=device, gid_index=3, **options)  # type: ignore[arg-type]
+            self.plane.add_rail(**{"nic": "verbs", "cpu": -1, "device": device, "gid_index": 3, **options})  # type: ignore[arg-type]
         self.plane.start()
         self.events: list[Event] = []
         self.cookies = itertools.count(1)
@@ -364,7 +364,8 @@ class Pair:
 
 
 def connect(
-    a: Node, b: Node, *, rail: int = 0, remote_rail: int = 0, through: int | None = None, remote_through: int | None = None, epoch: int = 1
+    a: Node, b: Node, *, rail: int = 0, remote_rail: int = 0, through: int | None = None, remote_through: int | None = None, epoch: int = 1,
+    timeout: int = 10,
 ) -> Pair:
     """What the conductors do between CONNECT_WANTED and add_sender(); peer 0 of a, session 0 of b."""
     through = rail if through is None else through
@@ -372,9 +373,9 @@ def connect(
     ours, our_facts = endpoint_facts(a, rail, through, sending=True)
     theirs, their_facts = endpoint_facts(b, remote_rail, remote_through, sending=False)
     pair = Pair(2 * next(a.connections), 2 * next(b.connections) + 1)
-    b.plane.connect_endpoint(theirs, **our_facts, **ROUTE)  # type: ignore[arg-type]
+    b.plane.connect_endpoint(theirs, **our_facts, **{**ROUTE, "timeout": timeout})  # type: ignore[arg-type]
     b.plane.add_receiver(remote_rail, pair.receiver, 0, theirs)
-    a.plane.connect_endpoint(ours, **their_facts, **ROUTE)  # type: ignore[arg-type]
+    a.plane.connect_endpoint(ours, **their_facts, **{**ROUTE, "timeout": timeout})  # type: ignore[arg-type]
     a.plane.add_sender(rail, pair.sender, 0, remote_rail, False, epoch, ours)
     return pair
 

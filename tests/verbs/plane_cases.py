@@ -3,17 +3,24 @@ LD_LIBRARY_PATH names. ``python plane_cases.py CASE``."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
-from helpers.verbs_plane import Node, connect, export, fence
+from helpers.verbs_plane import ROUTE, Block, Node, connect, endpoint_facts, export, fence
+from helpers.verbs_stand_in import Fabric
 from railrelay.client.errors import Result
 from railrelay.daemon import plane
 
 CASES: Final[dict[str, Callable[[], None]]] = {}
 PAGE: Final = 4096
+A0: Final = "127.0.0.1"
+B0: Final = "127.0.0.2"
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -76,6 +83,353 @@ def slots_are_scattered_in_one_frame_each() -> None:
     assert a.counters()["frames_sent"] == b.counters()["frames_received"] == 40
     a.close()
     b.close()
+
+
+def fabric() -> Fabric:
+    """The stand-in's devices: rail r of the sender has ADDRESSES[r], of the receiver those that follow."""
+    return Fabric(Path(os.environ["RAILRELAY_IBVERBS_DIR"]), Path(os.environ["LD_LIBRARY_PATH"].split(":")[0]))
+
+
+def scattered(remote: int, count: int = 128, nbytes: int = 65536, seed: int = 5) -> list[Block]:
+    places = list(range(count))
+    random.Random(seed).shuffle(places)
+    return [(i * nbytes, places[i] * nbytes, nbytes, 0, remote) for i in range(count)]
+
+
+def check(b: Node, content: bytes, blocks: list[Block]) -> None:
+    for source, destination, length, _, _ in blocks:
+        assert b.regions[0].view[destination : destination + length] == content[source : source + length], destination
+
+
+def close(*nodes: Node) -> None:
+    for node in nodes:
+        node.close()
+
+
+@case
+def one_run_of_many_pieces_is_cut_to_what_a_work_request_holds() -> None:
+    a, b, remote = pair()
+    a.lease()
+    connect(a, b)
+    numbers = random.Random(4)
+    contents = [numbers.randbytes(numbers.randrange(1, 700)) for _ in range(500)]
+    at, parts = 0, []
+    for content in contents:
+        parts.append((content, at, remote))
+        at += len(content)
+    assert a.result(a.relay(parts)) is Result.OK
+    assert b.regions[0].view[:at] == b"".join(contents)
+    assert a.counters()["runs"] == 1
+    close(a, b)
+
+
+@case
+def more_runs_than_the_send_queue_holds() -> None:
+    a, b, remote = pair(sq_depth=128, signal_every=32)
+    a.lease()
+    connect(a, b)
+    numbers = random.Random(6)
+    expected = bytearray(8 << 20)
+    transfers = []
+    places = numbers.sample(range(8192), 3 * 512)
+    for slot in range(3):
+        parts = []
+        for place in places[slot * 512 : slot * 512 + 512]:
+            content = numbers.randbytes(64)
+            parts.append((content, place * 1024, remote))
+            expected[place * 1024 : place * 1024 + 64] = content
+        transfers.append(a.relay(parts))
+    assert all(a.result(transfer) is Result.OK for transfer in transfers)
+    assert b.regions[0].view[:] == bytes(expected)
+    assert fabric().counts(A0)["queue_full"] == 0
+    close(a, b)
+
+
+@case
+def thousands_of_small_frames_never_find_a_receiver_without_a_receive() -> None:
+    a, b, remote = pair()
+    content = fill(a)
+    connect(a, b)
+    blocks = [(i * 64, ((i * 7919) % 131072) * 64, 64, 0, remote) for i in range(5000)]
+    transfer = a.direct(blocks)
+    assert a.result(transfer, limit_s=60) is Result.OK
+    check(b, content, blocks)
+    for address in (A0, B0):
+        counts = fabric().counts(address)
+        assert counts["rnr"] == counts["overruns"] == counts["queue_full"] == 0
+    close(a, b)
+
+
+@case
+def a_failed_queue_pair_loses_nothing() -> None:
+    a, b, remote = pair()
+    content, verbs = fill(a), fabric()
+    verbs.limit_rate(A0, 30 << 20)
+    for epoch, address in enumerate((A0, B0, A0, B0), 1):
+        first = connect(a, b, epoch=2 * epoch)
+        b.regions[0].view[:] = bytes(8 << 20)
+        blocks = scattered(remote, seed=epoch)
+        transfer = a.direct(blocks)
+        time.sleep(0.05)
+        assert verbs.fail_queue_pairs(address)
+        a.wait(plane.SENDER_LOST, where=lambda event: event[2] == first.sender)
+        placed = fence(a, b, first)
+        second = connect(a, b, epoch=2 * epoch + 1)
+        assert a.result(transfer) is Result.OK
+        assert 0 <= placed < 128
+        check(b, content, blocks)
+        a.plane.close_sender(0, second.sender)
+        a.wait(plane.SENDER_LOST, where=lambda event: event[2] == second.sender)
+        fence(a, b, second)
+    counts = verbs.counts(A0)
+    assert counts["rnr"] == counts["overruns"] == 0
+    close(a, b)
+
+
+@case
+def bytes_held_back_on_the_way_never_land_after_the_fence() -> None:
+    a, b, remote = pair()
+    content, verbs = fill(a), fabric()
+    first = connect(a, b, timeout=18)
+    assert a.result(a.direct([(0, 0, 4096, 0, remote)])) is Result.OK
+    with verbs.held(B0):
+        transfer = a.direct(scattered(remote))
+        time.sleep(0.2)
+        assert a.plane.cancel_transfer(0, *transfer, int(Result.CANCELLED))
+        a.plane.close_sender(0, first.sender)
+        a.wait(plane.SENDER_LOST)
+        assert not a.settled(transfer)
+        placed = fence(a, b, first)
+        assert placed == 1
+        assert a.result(transfer) is Result.CANCELLED
+        before = b.regions[0].view[:]
+        fill(a, 2)
+    time.sleep(0.3)
+    assert b.regions[0].view[:] == before
+    connect(a, b, epoch=2)
+    content = a.regions[0].view[:]
+    assert a.result(a.direct(scattered(remote))) is Result.OK
+    check(b, content, scattered(remote))
+    close(a, b)
+
+
+@case
+def a_wrong_key_ends_the_connection_and_nothing_else() -> None:
+    a, b, remote = pair()
+    content = fill(a)
+    wrong = a.open(0, 2, 8 << 20, of=b.regions[0])
+    a.plane.add_remote(0, wrong, 0, 2, 8 << 20, 0, 0, 0, 0, iova=b.regions[0].base, rkeys=[b.regions[0].rkeys[0] ^ 0x55])
+    first = connect(a, b)
+    bad = a.direct([(0, 0, 4096, 0, wrong)])
+    lost = a.wait(plane.SENDER_LOST)
+    assert lost[3] == errno.EACCES, os.strerror(lost[3])
+    good = a.direct(scattered(remote))
+    assert a.plane.cancel_transfer(0, *bad, int(Result.CANCELLED))
+    assert fence(a, b, first) == 0
+    assert a.result(bad) is Result.CANCELLED
+    connect(a, b, epoch=2)
+    assert a.result(good) is Result.OK
+    check(b, content, scattered(remote))
+    close(a, b)
+
+
+@case
+def a_peer_that_does_not_answer_is_lost_in_time() -> None:
+    a, b, remote = pair()
+    fill(a)
+    first = connect(a, b)
+    assert a.result(a.direct([(0, 0, 4096, 0, remote)])) is Result.OK
+    fabric().drop_connections(B0)
+    transfer = a.direct(scattered(remote))
+    lost = a.wait(plane.SENDER_LOST)
+    assert (lost[2], lost[3]) == (first.sender, errno.ETIMEDOUT), os.strerror(lost[3])
+    fence(a, b, first)
+    connect(a, b, epoch=2)
+    assert a.result(transfer) is Result.OK
+    close(a, b)
+
+
+@case
+def a_region_that_is_withdrawn_is_drained_and_then_refused() -> None:
+    a, b, remote = pair()
+    fill(a)
+    other = a.open(0, 9, 8 << 20, of=b.regions[0])
+    connect(a, b, timeout=18)
+    verbs = fabric()
+    verbs.hold(B0)
+    transfer = a.direct([(0, 0, 65536, 0, remote)])
+    time.sleep(0.1)
+    assert a.command(lambda cookie: a.plane.drain_handle(0, 9, cookie)) == [0]
+    a.plane.remove_remote(0, remote)
+    cookie = next(a.cookies)
+    a.plane.drain_handle(0, 1, cookie)
+    late = a.direct([(0, 0, 65536, 0, other), (0, 0, 65536, 0, remote)])
+    time.sleep(0.2)
+    a.pump()
+    assert not [event for event in a.events if event[:3:2] == (plane.COMMAND_DONE, cookie)]
+    assert not a.settled(transfer)
+    verbs.release(B0)
+    a.wait(plane.COMMAND_DONE, where=lambda event: event[2] == cookie)
+    assert a.result(transfer) is Result.OK
+    assert a.result(late) is Result.REGION_GONE
+    close(a, b)
+
+
+@case
+def a_place_in_the_table_that_names_another_region_now_is_not_taken_for_the_old_one() -> None:
+    a, b, remote = pair()
+    fill(a)
+    transfer = a.direct([(0, 0, 65536, 0, remote)])  # waits for a connection
+    a.wait(plane.CONNECT_WANTED)
+    a.plane.remove_remote(0, remote)
+    a.plane.add_remote(0, remote, 0, 5, 8 << 20, 0, 0, 0, 0, iova=b.regions[0].base, rkeys=list(b.regions[0].rkeys))
+    connect(a, b)
+    assert a.result(transfer) is Result.REGION_GONE
+    assert not any(b.regions[0].view[:65536])
+    close(a, b)
+
+
+@case
+def what_a_peer_has_aborted_is_not_posted() -> None:
+    a, b, remote = pair()
+    content = fill(a)
+    connect(a, b)
+    assert a.result(a.direct([(0, 0, 4096, 0, remote)], tag=77)) is Result.OK
+    a.plane.add_peer_tombstone(0, 0, 77)
+    a.plane.add_peer_tombstone(0, 1, 78)
+    assert a.result(a.direct([(0, 8192, 4096, 0, remote)], tag=77)) is Result.ABORTED
+    assert not any(b.regions[0].view[8192:12288])
+    assert a.result(a.direct([(0, 8192, 4096, 0, remote)], tag=78)) is Result.OK
+    assert b.regions[0].view[8192:12288] == content[:4096]
+    a.command(lambda cookie: a.plane.drop_peer(0, int(Result.PEER_LOST), cookie))
+    connect(a, b, epoch=2)
+    assert a.result(a.direct([(0, 0, 4096, 0, remote)], tag=77)) is Result.OK
+    close(a, b)
+
+
+@case
+def a_rail_is_served_through_the_device_of_another() -> None:
+    a, b, remote = pair(rails=2)
+    a.lease()
+    content, verbs = fill(a), fabric()
+    verbs.port_down(A0)
+    event = a.wait(plane.PORT_CHANGED)
+    assert event[1:3] == (0, 0), event
+    other = connect(a, b, through=1, remote_through=1)
+    assert a.result(a.direct(scattered(remote))) is Result.OK
+    check(b, content, scattered(remote))
+    assert a.result(a.relay([(b"x" * 5000, 12345, remote)])) is Result.OK
+    assert b.regions[0].view[12345:17345] == b"x" * 5000
+    probe, facts = endpoint_facts(a, 0, 0, sending=True)
+    answer, answer_facts = endpoint_facts(b, 0, 0, sending=False)
+    verbs.port_up(A0)
+    event = a.wait(plane.PORT_CHANGED)
+    assert event[1:3] == (0, 1), event
+    b.plane.connect_endpoint(answer, **facts, **ROUTE)
+    a.plane.connect_endpoint(probe, **answer_facts, **ROUTE)
+    assert a.command(lambda cookie: a.plane.probe_endpoint(probe, cookie)) == [0]
+    a.plane.drop_endpoint(probe)
+    b.plane.drop_endpoint(answer)
+    transfer = a.direct(scattered(remote, seed=9))
+    a.plane.close_sender(0, other.sender)
+    a.wait(plane.SENDER_LOST)
+    fence(a, b, other)
+    connect(a, b, epoch=2)
+    assert a.result(transfer) is Result.OK
+    check(b, content, scattered(remote, seed=9))
+    close(a, b)
+
+
+@case
+def a_probe_of_a_dead_route_fails() -> None:
+    a, b, _ = pair()
+    probe, facts = endpoint_facts(a, 0, 0, sending=True)
+    answer, answer_facts = endpoint_facts(b, 0, 0, sending=False)
+    b.plane.connect_endpoint(answer, **facts, **ROUTE)
+    a.plane.connect_endpoint(probe, **answer_facts, **ROUTE)
+    fabric().hold(B0)
+    [status] = a.command(lambda cookie: a.plane.probe_endpoint(probe, cookie))
+    assert status == 12, status  # IBV_WC_RETRY_EXC_ERR
+    a.plane.drop_endpoint(probe)
+    a.plane.drop_endpoint(answer)
+    b.plane.drop_endpoint(answer)
+    close(a, b)
+
+
+@case
+def a_client_that_leaves_does_not_wait_for_answers_but_for_its_memory() -> None:
+    a, b, remote = pair()
+    fill(a)
+    connect(a, b, timeout=18)
+    verbs = fabric()
+    verbs.hold(B0)
+    a.direct(scattered(remote, count=8))
+    time.sleep(0.1)
+    a.plane.detach_client(0)
+    time.sleep(0.2)
+    a.pump()
+    assert not [event for event in a.events if event[0] == plane.CLIENT_DETACHED]
+    verbs.release(B0)
+    a.wait(plane.CLIENT_DETACHED)
+    close(a, b)
+
+
+@case
+def a_peer_that_is_dropped_ends_what_is_posted() -> None:
+    a, b, remote = pair()
+    fill(a)
+    connect(a, b, timeout=18)
+    verbs = fabric()
+    verbs.hold(B0)
+    transfer = a.direct(scattered(remote))
+    time.sleep(0.1)
+    a.command(lambda cookie: a.plane.drop_peer(0, int(Result.PEER_LOST), cookie))
+    assert a.result(transfer) is Result.PEER_LOST
+    close(a, b)
+
+
+@case
+def express_goes_before_bulk_on_one_connection() -> None:
+    a, b, remote = pair(nbytes=64 << 20)
+    fabric().limit_rate(A0, 60 << 20)
+    pair_ = connect(a, b)
+    bulk = a.direct([(i << 20, i << 20, 1 << 20, 0, remote) for i in range(60)])
+    time.sleep(0.1)
+    express = a.direct([(0, 0, 4096, 0, remote)], express=True)
+    assert a.result(express) is Result.OK
+    assert not a.settled(bulk)
+    assert a.result(bulk) is Result.OK
+    assert a.command(lambda cookie: a.plane.holders(0, *bulk, cookie)) == [0]
+    assert pair_.sender
+    close(a, b)
+
+
+@case
+def what_is_wrong_with_a_rail_is_said() -> None:
+    for device, options, said in (
+        ("none0", {}, "not among the 4 RDMA devices"),
+        ("stub0", {"port": 2}, "port 2 of 1"),
+        ("stub0", {"gid_index": 99}, "GID index 99"),
+        ("stub0", {"sq_depth": 64}, "sq_depth 64"),
+    ):
+        try:
+            Node([device], **{"gid_index": 3, **options})
+        except (OSError, ValueError) as failure:
+            assert said in str(failure), failure
+        else:
+            raise AssertionError(said)
+    a = Node(["stub0"])
+    verbs = fabric()
+    verbs.fail_registration(A0, errno.ENOMEM)
+    try:
+        a.region(4096)
+    except OSError as failure:
+        assert "cannot register 4096 bytes" in str(failure), failure
+    verbs.fail_registration(A0, 0)
+    verbs.fail_relaxed_ordering(A0)
+    a.regions.append(None)
+    a.region(4096)
+    a.close()
 
 
 if __name__ == "__main__":
