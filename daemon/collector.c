@@ -138,7 +138,7 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     work->piece_count = work->run_count = 0;
     work->block_count = count;
     work->bytes = 0;
-    work->grant = 0;
+    work->grant.grant = 0;
     work->sequence = 0;
     work->connection = NULL;
     work->began_ns = rr_load_relaxed_u64(&times->began_ns);

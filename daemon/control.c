@@ -399,7 +399,8 @@ int rr_plane_add_bounce(struct rr_plane *plane, uint32_t number, uint32_t rail, 
     if (!client || rail >= plane->rail_count) return -ENOENT;
     struct rr_bouncer *bouncer = &client->ports[rail].bouncer;
     if (bouncer->memory) return -EBUSY;
-    if (bytes < plane->bounce_slots * plane->slot_bytes) return -EINVAL;
+    uint64_t table_bytes = plane->rails[rail].nic->ops->one_sided ? plane->table_entries * sizeof(struct rr_wire_run) : 0;
+    if (bytes < plane->bounce_slots * (plane->slot_bytes + table_bytes)) return -EINVAL;
     int error = 0;
     struct rr_mapping *memory = rr_map(fd, 0, bytes, &error);
     if (!memory) return -error;

@@ -9,8 +9,11 @@
 
 #include "plane.h"
 
+struct rr_bounce_ops; /* bounce.h */
+
 struct rr_nic_ops {
     const char *name;
+    const struct rr_bounce_ops *bounce; /* NULL: it cannot reach private memory */
     int takes_made_up; /* it translates made-up addresses (struct rr_mapping) itself */
     int one_sided;     /* it writes peers' memory with keys; one connection serves both classes of a path */
     struct rr_nic *(*open)(struct rr_rail *rail);

@@ -134,6 +134,13 @@ struct rr_ack {
 
 enum rr_work_state { RR_WORK_FREE = 0, RR_WORK_QUEUED, RR_WORK_PARKED, RR_WORK_POSTED };
 
+/* A slot of bounce memory at the receiver. The keys: one-sided NICs. */
+struct rr_grant {
+    uint64_t grant; /* slot + 1; 0: none */
+    uint64_t address, table_address;
+    uint32_t rkey, owner;
+};
+
 /* One slice being moved: a private, checked copy of its block table as source pieces and remote runs. */
 struct rr_work {
     struct rr_work *next;
@@ -146,7 +153,6 @@ struct rr_work {
     uint64_t sequence;
     uint64_t bytes;
     uint64_t tag;
-    uint64_t grant;
     uint64_t parked_ns;
     uint64_t began_ns, filled_ns; /* the client's words: only shown */
     uint64_t taken_ns, posted_ns; /* posted: 0 until the NIC has it */
@@ -155,6 +161,7 @@ struct rr_work {
     uint32_t transfer, generation;
     uint32_t peer, remote_rail, class_, owner, window_bytes, window_runs;
     uint32_t state;
+    struct rr_grant grant;
 };
 
 /* A slice of a transfer that was stopped, sent on a connection that was lost: its slot or ticket is given back, since

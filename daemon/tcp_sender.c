@@ -40,11 +40,11 @@ static void start_frame(struct rr_connection *c, uint16_t type, const struct rr_
 /* Chooses what to write next: granted slices, then the path's turn. 0 if there is nothing. */
 static int next_frame(struct rr_rail *rail, struct rr_connection *c)
 {
-    struct rr_work *work = c->granted;
-    if (c->return_count) {
+    struct rr_grants *grants = &c->grants;
+    if (grants->return_count) {
         start_frame(c, FRAME_RETURN, NULL);
-        c->out.grant = c->returns[--c->return_count].grant;
-        c->out.owner = c->returns[c->return_count].owner;
+        c->out.grant = grants->returns[--grants->return_count].grant;
+        c->out.owner = grants->returns[grants->return_count].owner;
         c->current = NULL;
         return 1;
     }
@@ -52,26 +52,16 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
         rr_count(rail, RR_RAIL_WINDOW_FULL, 1);
         return 0;
     }
-    if (work) {
-        c->granted = work->next;
-        if (!c->granted) c->granted_last = NULL;
-        work->next = NULL;
-    } else {
+    struct rr_work *work = rr_grants_next(grants);
+    if (!work) {
         work = rr_path_next(rail, c->path);
         if (!work) return 0;
-        if (work->window_bytes && c->parked_count == RR_WINDOW) {
+        if (work->window_bytes && grants->parked_count == RR_WINDOW) {
             rr_path_queue(rail, work, 1);
             return 0;
         }
         if (work->window_bytes) {
-            c->parked_count++;
-            work->state = RR_WORK_PARKED;
-            work->connection = c;
-            work->sequence = ++c->next_want;
-            work->parked_ns = rr_now_ns();
-            work->next = c->parked;
-            c->parked = work;
-            rr_count(rail, RR_RAIL_GRANT_WAITS, 1);
+            rr_grants_park(rail, grants, c, work);
             start_frame(c, FRAME_WANT, work);
             c->out.sequence = work->sequence;
             c->current = NULL;
@@ -86,7 +76,7 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     c->out.window = rr_window_take(&c->window, work);
     c->out.sequence = work->sequence;
     c->out.run_count = work->run_count;
-    c->out.grant = work->grant;
+    c->out.grant = work->grant.grant;
     if (work->run_count == 1)
         c->out.run = work->runs[0];
     else
@@ -200,46 +190,13 @@ int tcp_post(struct rr_nic *base, struct rr_path *path)
     return work_count;
 }
 
-static struct rr_work *unpark(struct rr_connection *c, uint64_t want)
-{
-    for (struct rr_work **link = &c->parked; *link; link = &(*link)->next) {
-        struct rr_work *work = *link;
-        if (work->sequence != want) continue;
-        *link = work->next;
-        work->next = NULL;
-        c->parked_count--;
-        return work;
-    }
-    return NULL;
-}
-
 /* 0, or -1 for a reply to nothing. */
 static int on_reply(struct rr_rail *rail, struct rr_connection *c, const struct reply *reply)
 {
     if (reply->magic != REPLY_MAGIC) return -1;
     if (reply->type == REPLY_GRANT) {
-        struct rr_work *work = unpark(c, reply->sequence);
-        if (!work) {
-            /* Given up meanwhile. */
-            if (reply->sequence == 0 || reply->sequence > c->next_want || c->return_count == RR_WINDOW) return -1;
-            if (!reply->code) {
-                c->returns[c->return_count].grant = reply->grant;
-                c->returns[c->return_count++].owner = (uint32_t)reply->window;
-            }
-            return 0;
-        }
-        rr_count(rail, RR_RAIL_GRANT_WAIT_NS, rr_now_ns() - work->parked_ns);
-        if (reply->code) {
-            rr_work_done(rail, work, reply->code);
-            return 0;
-        }
-        work->grant = reply->grant;
-        if (c->granted_last)
-            c->granted_last->next = work;
-        else
-            c->granted = work;
-        c->granted_last = work;
-        return 0;
+        struct rr_grant grant = {.grant = reply->grant, .owner = (uint32_t)reply->window};
+        return rr_grants_answer(rail, &c->grants, reply->sequence, reply->code, &grant);
     }
     if (reply->type != REPLY_DONE || reply->window >= RR_WINDOW || !reply->sequence ||
         c->window.sequences[reply->window] != reply->sequence)
@@ -281,8 +238,7 @@ int tcp_read_replies(struct tcp_nic *nic, struct rr_connection *c)
 /* What was not sent has ended; what was is owed. */
 static void owe_stopped(struct rr_rail *rail, struct rr_connection *c)
 {
-    rr_end_stopped(rail, &c->parked);
-    rr_end_stopped(rail, &c->granted);
+    rr_grants_end_stopped(rail, &c->grants);
     rr_window_owe_stopped(rail, &c->window);
 }
 
@@ -297,14 +253,7 @@ void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, c
     }
     c->path->broken = 0;
     rr_window_settle(rail, &c->window, placed, acks, ack_count, otherwise);
-    struct rr_work *lists[2] = {c->granted, c->parked};
-    for (int i = 0; i < 2; i++) {
-        for (struct rr_work *work = lists[i], *next; work; work = next) {
-            next = work->next;
-            work->next = NULL;
-            rr_work_again(rail, work, otherwise);
-        }
-    }
+    rr_grants_settle(rail, &c->grants, otherwise);
     tcp_free_connection(tcp(base), c);
 }
 
@@ -334,30 +283,8 @@ void tcp_purge(struct rr_nic *base)
             owe_stopped(rail, c);
             continue;
         }
-        for (int granted = 0; granted < 2; granted++) {
-            struct rr_work **link = granted ? &c->granted : &c->parked, *last = NULL;
-            while (*link) {
-                struct rr_work *work = *link;
-                struct rr_client *client = work->source->client;
-                uint32_t result = rr_transfer_stopped(client, work->transfer, work->generation);
-                if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
-                if (!result || (granted && c->return_count == RR_WINDOW)) {
-                    last = work;
-                    link = &work->next;
-                    continue;
-                }
-                *link = work->next;
-                work->next = NULL;
-                c->parked_count -= !granted;
-                if (granted) {
-                    c->returns[c->return_count].grant = work->grant;
-                    c->returns[c->return_count++].owner = work->owner;
-                }
-                rr_work_done(rail, work, result);
-            }
-            if (granted) c->granted_last = last;
-        }
-        if (c->return_count && !c->blocked) tcp_post(base, c->path);
+        rr_grants_purge(rail, &c->grants);
+        if (c->grants.return_count && !c->blocked) tcp_post(base, c->path);
     }
 }
 

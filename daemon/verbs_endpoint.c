@@ -199,7 +199,7 @@ static int make_parts(struct rr_connection *c, struct verbs_device *device, cons
         c->wrs[i].next = &c->wrs[i + 1 < WR_BATCH ? i + 1 : 0];
         c->wrs[i].sg_list = c->sges + i * c->sges_each;
     }
-    c->memory_bytes = (MESSAGES + RECEIVES) * MESSAGE_BYTES + (sending ? 2ull * table_entries * sizeof(struct rr_wire_run) : 0);
+    c->memory_bytes = (MESSAGES + RECEIVES) * MESSAGE_BYTES + (sending ? (uint64_t)STAGES * table_entries * sizeof(struct rr_wire_run) : 0);
     void *memory;
     if (!c->sges || posix_memalign(&memory, 4096, c->memory_bytes)) return ENOMEM;
     c->memory = memory;

@@ -7,11 +7,13 @@
  * after the bytes are placed. At most RR_WINDOW frames are without an answer, and both ends keep more receives posted than
  * the other can need, so that no message finds a receiver that is not ready.
  *
- * Private memory (window_bytes): the sender asks with a WANT, is granted a bounce slot and the table of runs behind it,
- * writes both, and ends the frame with a message in place of the immediate; what is never sent goes back with a RETURN. */
+ * Private memory (window_bytes): the sender asks with a WANT, is granted a bounce slot and its table of runs, writes both,
+ * and ends the frame with a message in place of the immediate; what is never sent goes back with a RETURN. */
 #ifndef RAILRELAY_VERBS_INSIDE_H
 #define RAILRELAY_VERBS_INSIDE_H
 
+#include "bounce.h"
+#include "grants.h"
 #include "verbs_api.h"
 #include "verbs_nic.h"
 #include "window.h"
@@ -31,6 +33,8 @@
 #define RECEIVE_BATCH 32u
 #define PAIRS_MAX 15u           /* in one message */
 #define IMM_SEQUENCE 3u
+#define RUNS_IN_MESSAGE 11u
+#define STAGES 4u /* tables of runs on their way */
 #define IN_FLIGHT_BYTES (16u << 20) /* posted before the next slice of bulk: what a slice of express may wait for */
 #define LOOK_CYCLES 64u         /* looks at the completion queues between two looks at descriptors */
 #define EVENTS_PER_POLL 16
@@ -54,6 +58,7 @@ struct message {
             uint64_t address, table_address; /* GRANT */
             uint32_t rkey, owner;
             uint32_t run_count, code;
+            struct rr_wire_run runs[RUNS_IN_MESSAGE]; /* BOUNCED: all of them, or none if there are more */
         } one;
     };
 };
@@ -84,11 +89,6 @@ struct settlement {
     uint64_t placed;
     uint32_t ack_count, otherwise;
     struct rr_ack acks[RR_WINDOW];
-};
-
-struct grant {
-    uint64_t grant, address, table_address;
-    uint32_t rkey, owner;
 };
 
 enum frame_state { FRAME_POSTING, FRAME_POSTED, FRAME_READ, FRAME_ANSWERED };
@@ -147,6 +147,9 @@ struct rr_connection {
     uint32_t entry, run, piece;
     uint64_t run_done, piece_done, address;
     uint32_t rkey;
+    struct rr_grants grants;
+    uint64_t stage_position[STAGES]; /* of the work request that reads it */
+    uint32_t next_stage;
     uint32_t batch, unsignaled;
     uint32_t signal_every;
     uint32_t sges_each;
@@ -161,6 +164,12 @@ struct rr_connection {
     uint64_t ack_count;
     struct rr_ack due[RR_WINDOW];  /* answers to be sent, circular */
     uint32_t due_at, due_count;
+    struct due_grant {
+        uint64_t want, grant;
+        uint32_t owner, code;
+    } due_grants[RR_WINDOW];       /* circular */
+    uint32_t due_grant_at, due_grant_count;
+    uint32_t wants;                /* not answered yet */
     uint32_t bounces_pending;
     int fencing;
 };
@@ -171,6 +180,7 @@ struct verbs_nic {
     struct verbs_port *ports[RR_MAX_RAILS]; /* by through */
     struct rr_connection *connections;
     struct rr_connection *touched; /* by completions: something may be posted */
+    struct rr_wire_run *runs;      /* [table_entries]: of a bounced frame, copied once */
     uint32_t cycles;
     int epoll_fd;
     int some_lost;
@@ -212,6 +222,7 @@ void verbs_touch(struct rr_connection *c);
 void verbs_unlink(struct rr_connection *c);
 struct ibv_send_wr *verbs_next_wr(struct rr_connection *c);
 void verbs_flush(struct rr_connection *c);
+int verbs_message_free(const struct rr_connection *c);
 struct message *verbs_next_message(struct rr_connection *c, enum message_type type);
 
 /* verbs_sender.c */
@@ -238,6 +249,7 @@ void verbs_send_answers(struct rr_connection *c);
 void verbs_receiver_drained(struct rr_connection *c);
 void verbs_fence(struct rr_nic *base, struct rr_connection *c);
 void verbs_refuse(struct rr_nic *base, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result);
+extern const struct rr_bounce_ops verbs_bounce_ops;
 int verbs_reclaim(struct rr_nic *base, struct rr_client *client);
 void verbs_drop_bounces(struct rr_nic *base, struct rr_client *client);
 

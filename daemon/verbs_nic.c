@@ -80,7 +80,9 @@ static struct rr_nic *verbs_open(struct rr_rail *rail)
         return NULL;
     }
     struct verbs_nic *nic = calloc(1, sizeof *nic);
-    if (!nic || !verbs_state(rail->plane)) {
+    if (nic) nic->runs = malloc(rail->plane->table_entries * sizeof *nic->runs);
+    if (!nic || !nic->runs || !verbs_state(rail->plane)) {
+        if (nic) free(nic->runs);
         free(nic);
         errno = ENOMEM;
         return NULL;
@@ -92,6 +94,7 @@ static struct rr_nic *verbs_open(struct rr_rail *rail)
     if (nic->epoll_fd < 0) {
         int status = errno;
         if (nic->device) verbs_close_device(nic->device);
+        free(nic->runs);
         free(nic);
         errno = status;
         return NULL;
@@ -124,6 +127,7 @@ static void verbs_close(struct rr_nic *base)
     }
     close(nic->epoll_fd);
     verbs_leave_device(plane, nic->device);
+    free(nic->runs);
     free(nic);
 }
 
@@ -187,11 +191,13 @@ struct ibv_send_wr *verbs_next_wr(struct rr_connection *c)
     return wr;
 }
 
+int verbs_message_free(const struct rr_connection *c) { return send_room(c) && c->message_position[c->messages_posted % MESSAGES] <= c->completed; }
+
 /* NULL: none of the buffers for messages, or no room in the send queue, is free. */
 struct message *verbs_next_message(struct rr_connection *c, enum message_type type)
 {
+    if (!verbs_message_free(c)) return NULL;
     uint32_t at = (uint32_t)(c->messages_posted % MESSAGES);
-    if (!send_room(c) || c->message_position[at] > c->completed) return NULL;
     struct message *message = (struct message *)(c->memory + at * MESSAGE_BYTES);
     struct ibv_send_wr *wr = verbs_next_wr(c);
     wr->sg_list[0] = (struct ibv_sge){(uint64_t)(uintptr_t)message, MESSAGE_BYTES, c->mr->lkey};
@@ -490,6 +496,7 @@ static int verbs_poll(struct rr_nic *base, int64_t timeout_ns)
 
 const struct rr_nic_ops rr_verbs_nic = {
     .name = "verbs",
+    .bounce = &verbs_bounce_ops,
     .takes_made_up = 1,
     .one_sided = 1,
     .open = verbs_open,

@@ -44,8 +44,8 @@ static uint32_t lkey_of(const struct rr_connection *c, const struct rr_work *wor
     return client->regions[work->piece_regions[piece]].lkeys[c->port->through];
 }
 
-/* Where the run goes. Its fields are read between two looks at `valid`: a region may be withdrawn, and its place in the
- * table be given to another, at any time. */
+/* Where the run goes; private memory has no keys. Its fields are read between two looks at `valid`: a region may be withdrawn,
+ * and its place in the table be given to another, at any time. */
 static uint32_t resolve(struct rr_connection *c, const struct rr_work *work, uint32_t run)
 {
     const struct rr_remote *remote = &work->source->client->remotes[work->run_remotes[run]];
@@ -57,6 +57,7 @@ static uint32_t resolve(struct rr_connection *c, const struct rr_work *work, uin
     uint32_t rkey = c->remote_through < count ? rr_load_relaxed_u32(&remote->rkeys[c->remote_through]) : 0;
     rr_acquire_fence();
     if (rr_load_relaxed_u32(&remote->valid) != version || handle != work->runs[run].handle || peer != work->peer) return RR_REGION_GONE;
+    if (work->window_bytes) return RR_OK;
     if (!rkey) return RR_BAD_REGION;
     c->address = iova + work->runs[run].offset;
     c->rkey = rkey;
@@ -78,19 +79,51 @@ static struct rr_work *next_work(struct rr_rail *rail, struct rr_connection *c)
     return work;
 }
 
+/* Asks for bounce memory; 0 if that cannot be done now. */
+static int ask(struct rr_connection *c, struct rr_work *work)
+{
+    struct rr_rail *rail = c->nic->base.rail;
+    if (c->grants.parked_count == RR_WINDOW || !verbs_message_free(c)) {
+        rr_path_queue(rail, work, 1);
+        return 0;
+    }
+    rr_grants_park(rail, &c->grants, c, work);
+    struct message *message = verbs_next_message(c, MESSAGE_WANT);
+    message->one.sequence = work->sequence;
+    message->one.owner = work->owner;
+    message->one.bytes = work->bytes;
+    return 1;
+}
+
+static void give_back(struct rr_connection *c)
+{
+    while (c->grants.return_count && verbs_message_free(c)) {
+        struct message *message = verbs_next_message(c, MESSAGE_RETURN);
+        const struct rr_grant *grant = &c->grants.returns[--c->grants.return_count];
+        message->grant = grant->grant;
+        message->one.owner = grant->owner;
+    }
+}
+
 /* Takes the next slice, unless one is being posted; 0 if there is none. */
 static int begin(struct rr_connection *c)
 {
     struct rr_rail *rail = c->nic->base.rail;
+    give_back(c);
     if (!c->window.free_count) {
         rr_count(rail, RR_RAIL_WINDOW_FULL, 1);
         return 0;
     }
-    struct rr_work *work = next_work(rail, c);
-    if (!work) return 0;
-    uint32_t result = work->window_bytes ? RR_BAD_REGION : check(c, work);
+    struct rr_work *work = c->grants.return_count < RR_WINDOW ? rr_grants_next(&c->grants) : NULL;
+    if (!work) {
+        work = next_work(rail, c);
+        if (!work) return 0;
+        if (work->window_bytes) return ask(c, work);
+    }
+    uint32_t result = check(c, work);
     if (result) {
         rr_count(rail, RR_RAIL_REFUSED_FRAMES, 1);
+        if (work->window_bytes) c->grants.returns[c->grants.return_count++] = work->grant;
         rr_work_done(rail, work, result);
         return 1;
     }
@@ -104,6 +137,10 @@ static int begin(struct rr_connection *c)
     c->in_flight_bytes += work->bytes;
     c->run = c->piece = 0;
     c->run_done = c->piece_done = 0;
+    if (work->window_bytes) {
+        c->address = work->grant.address;
+        c->rkey = work->grant.rkey;
+    }
     return 1;
 }
 
@@ -140,11 +177,52 @@ static void cut_short(struct rr_connection *c, uint32_t result)
     end_frame(c, wr);
 }
 
+/* The next work request to the current run: `length` bytes at c->address, of which c->run_done are written. */
+static void write_more(struct rr_connection *c, struct ibv_send_wr *wr, uint64_t length)
+{
+    const struct rr_work *work = c->current;
+    const uint32_t sges_each = c->sges_each, lane_lkey = work->source->is_lane ? lkey_of(c, work, 0) : 0;
+    struct ibv_sge *sges = wr->sg_list;
+    uint64_t left = length - c->run_done;
+    if (left > WR_BYTES_MAX) left = WR_BYTES_MAX;
+    uint64_t bytes = 0;
+    uint32_t count = 0;
+    while (left && count < sges_each) {
+        const struct iovec *piece = &work->pieces[c->piece];
+        uint64_t part = piece->iov_len - c->piece_done;
+        if (part > left) part = left;
+        sges[count].addr = (uint64_t)(uintptr_t)piece->iov_base + c->piece_done;
+        sges[count].length = (uint32_t)part;
+        sges[count].lkey = lane_lkey ? lane_lkey : lkey_of(c, work, c->piece);
+        count++;
+        bytes += part;
+        left -= part;
+        c->piece_done += part;
+        if (c->piece_done == piece->iov_len) {
+            c->piece++;
+            c->piece_done = 0;
+        }
+    }
+    wr->num_sge = (int)count;
+    wr->wr.rdma.remote_addr = c->address + c->run_done;
+    wr->wr.rdma.rkey = c->rkey;
+    c->run_done += bytes;
+}
+
+static void more_follow(struct rr_connection *c, struct ibv_send_wr *wr)
+{
+    wr->opcode = IBV_WR_RDMA_WRITE;
+    wr->send_flags = 0;
+    if (++c->unsignaled == c->signal_every) {
+        wr->send_flags = IBV_SEND_SIGNALED;
+        c->unsignaled = 0;
+    }
+}
+
 /* Work requests of the current slice, while there is room for them. */
 static void write_some(struct rr_connection *c)
 {
     const struct rr_work *work = c->current;
-    const uint32_t sges_each = c->sges_each, lane_lkey = work->source->is_lane ? lkey_of(c, work, 0) : 0;
     uint32_t stopped = rr_transfer_stopped(work->source->client, work->transfer, work->generation);
     if (stopped) {
         cut_short(c, stopped);
@@ -161,31 +239,7 @@ static void write_some(struct rr_connection *c)
         }
         struct ibv_send_wr *wr = verbs_next_wr(c);
         if (c->state != OPEN) return;
-        struct ibv_sge *sges = wr->sg_list;
-        uint64_t left = run->length - c->run_done;
-        if (left > WR_BYTES_MAX) left = WR_BYTES_MAX;
-        uint64_t bytes = 0;
-        uint32_t count = 0;
-        while (left && count < sges_each) {
-            const struct iovec *piece = &work->pieces[c->piece];
-            uint64_t part = piece->iov_len - c->piece_done;
-            if (part > left) part = left;
-            sges[count].addr = (uint64_t)(uintptr_t)piece->iov_base + c->piece_done;
-            sges[count].length = (uint32_t)part;
-            sges[count].lkey = lane_lkey ? lane_lkey : lkey_of(c, work, c->piece);
-            count++;
-            bytes += part;
-            left -= part;
-            c->piece_done += part;
-            if (c->piece_done == piece->iov_len) {
-                c->piece++;
-                c->piece_done = 0;
-            }
-        }
-        wr->num_sge = (int)count;
-        wr->wr.rdma.remote_addr = c->address + c->run_done;
-        wr->wr.rdma.rkey = c->rkey;
-        c->run_done += bytes;
+        write_more(c, wr, run->length);
         if (c->run_done == run->length) {
             c->run++;
             c->run_done = 0;
@@ -194,13 +248,57 @@ static void write_some(struct rr_connection *c)
                 return;
             }
         }
-        wr->opcode = IBV_WR_RDMA_WRITE;
-        wr->send_flags = 0;
-        if (++c->unsignaled == c->signal_every) {
-            wr->send_flags = IBV_SEND_SIGNALED;
-            c->unsignaled = 0;
-        }
+        more_follow(c, wr);
     }
+}
+
+/* A table of runs that the message has no room for; 0 if it must wait. */
+static int write_table(struct rr_connection *c)
+{
+    const struct rr_work *work = c->current;
+    const uint64_t table_bytes = c->nic->base.rail->plane->table_entries * sizeof *work->runs, bytes = work->run_count * sizeof *work->runs;
+    if (c->stage_position[c->next_stage] > c->completed || send_room(c) < 2) return 0;
+    uint8_t *stage = c->memory + (MESSAGES + RECEIVES) * MESSAGE_BYTES + c->next_stage * table_bytes;
+    struct ibv_send_wr *wr = verbs_next_wr(c);
+    if (c->state != OPEN) return 0;
+    memcpy(stage, work->runs, bytes);
+    wr->sg_list[0] = (struct ibv_sge){(uint64_t)(uintptr_t)stage, (uint32_t)bytes, c->mr->lkey};
+    wr->num_sge = 1;
+    wr->wr.rdma.remote_addr = work->grant.table_address;
+    wr->wr.rdma.rkey = c->rkey;
+    more_follow(c, wr);
+    c->stage_position[c->next_stage] = c->posted;
+    c->next_stage = (c->next_stage + 1) % STAGES;
+    return 1;
+}
+
+/* The current slice, to bounce memory: its bytes, the runs, a message; 0: it must wait. c->run: its bytes are written. */
+static int write_bounced(struct rr_connection *c)
+{
+    struct rr_work *work = c->current;
+    struct frame *frame = &c->frames[c->entry];
+    if (!frame->override) frame->override = rr_transfer_stopped(work->source->client, work->transfer, work->generation);
+    while (!c->run && !frame->override) {
+        if (!send_room(c)) return 0;
+        struct ibv_send_wr *wr = verbs_next_wr(c);
+        if (c->state != OPEN) return 0;
+        write_more(c, wr, work->bytes);
+        more_follow(c, wr);
+        c->run = c->run_done == work->bytes;
+    }
+    int with_table = work->run_count > RUNS_IN_MESSAGE && !frame->override;
+    if (!verbs_message_free(c) || (with_table && !write_table(c)) || c->state != OPEN) return 0;
+    struct message *message = verbs_next_message(c, MESSAGE_BOUNCED);
+    message->grant = work->grant.grant;
+    message->one.sequence = work->sequence;
+    message->one.owner = work->owner;
+    message->one.bytes = work->bytes;
+    message->one.tag = work->tag;
+    message->one.run_count = work->run_count;
+    message->one.code = frame->override;
+    if (work->run_count <= RUNS_IN_MESSAGE) memcpy(message->one.runs, work->runs, work->run_count * sizeof *work->runs);
+    if (c->state == OPEN) frame_posted(c);
+    return 1;
 }
 
 int verbs_push(struct rr_connection *c)
@@ -212,7 +310,10 @@ int verbs_push(struct rr_connection *c)
             work_count++;
             if (!c->current) continue;
         }
-        write_some(c);
+        if (!c->current->window_bytes)
+            write_some(c);
+        else if (!write_bounced(c))
+            break;
     }
     verbs_flush(c);
     return work_count;
@@ -278,6 +379,10 @@ static int entry_of(const struct rr_connection *c, uint64_t sequence)
 /* 0, or -1 for an answer to nothing. */
 int verbs_on_answer(struct rr_connection *c, const struct message *message)
 {
+    if (message->type == MESSAGE_GRANT) {
+        struct rr_grant grant = {message->grant, message->one.address, message->one.table_address, message->one.rkey, message->one.owner};
+        return rr_grants_answer(c->nic->base.rail, &c->grants, message->one.sequence, message->one.code, &grant);
+    }
     if (message->type != MESSAGE_DONE || message->count > PAIRS_MAX) return -1;
     for (uint32_t i = 0; i < message->count; i++) {
         int entry = entry_of(c, message->pairs[i].sequence);
@@ -301,6 +406,7 @@ static void apply(struct rr_connection *c, const struct settlement *settlement)
     struct rr_rail *rail = c->nic->base.rail;
     for (uint32_t i = 0; i < RR_CLASSES; i++) c->paths[i]->broken = 0;
     rr_window_settle(rail, &c->window, settlement->placed, settlement->acks, settlement->ack_count, settlement->otherwise);
+    rr_grants_settle(rail, &c->grants, settlement->otherwise);
     verbs_unlink(c);
     verbs_destroy(c);
 }
@@ -349,11 +455,22 @@ void verbs_close_senders(struct rr_nic *base, uint32_t peer, uint32_t result)
 void verbs_owe_lost(struct verbs_nic *nic)
 {
     nic->some_lost = 0;
-    for (struct rr_connection *c = nic->connections; c; c = c->next)
-        if (c->role == SENDER && c->state == DRAINED) rr_window_owe_stopped(nic->base.rail, &c->window);
+    for (struct rr_connection *c = nic->connections; c; c = c->next) {
+        if (c->role != SENDER || c->state != DRAINED) continue;
+        rr_grants_end_stopped(nic->base.rail, &c->grants);
+        rr_window_owe_stopped(nic->base.rail, &c->window);
+    }
 }
 
-void verbs_purge(struct rr_nic *base) { verbs_owe_lost(verbs(base)); }
+void verbs_purge(struct rr_nic *base)
+{
+    for (struct rr_connection *c = verbs(base)->connections; c; c = c->next) {
+        if (c->role != SENDER || c->state != OPEN) continue;
+        rr_grants_purge(base->rail, &c->grants);
+        if (c->grants.return_count) verbs_touch(c);
+    }
+    verbs_owe_lost(verbs(base));
+}
 
 void verbs_abandon(struct rr_nic *base, struct rr_client *client)
 {
@@ -383,7 +500,7 @@ uint32_t verbs_naming(struct rr_nic *base, uint32_t peer, uint32_t handle)
         for (uint32_t i = 0; i < RR_WINDOW; i++) {
             const struct rr_work *work = c->window.works[i];
             count += c->window.owed[i].source != NULL; /* what it named is not known any more */
-            if (!work || work->window_bytes || c->frames[i].state == FRAME_READ) continue; /* read: the peer's NIC has it all */
+            if (!work || c->frames[i].state == FRAME_READ) continue; /* read: the peer's NIC has it all */
             for (uint32_t run = 0; run < work->run_count; run++) {
                 if (work->runs[run].handle != handle) continue;
                 count++;

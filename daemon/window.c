@@ -35,7 +35,7 @@ void rr_work_again(struct rr_rail *rail, struct rr_work *work, uint32_t otherwis
     if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
     if (!result) result = otherwise;
     work->connection = NULL;
-    work->grant = 0;
+    work->grant.grant = 0;
     if (result) {
         rr_work_done(rail, work, result);
     } else {

@@ -168,6 +168,7 @@ class Node:
             self.wait(plane.COMMAND_DONE, where=lambda event: event[2] == cookie)
         self.regions: list[Memory] = []
         self.lanes: dict[int, Memory] = {}
+        self.bounces: dict[int, Memory] = {}
         self.heads = [0] * rails
         self.free = [list(range(SLOTS)) for _ in range(rails)]
         self.freed = [0] * rails
@@ -208,6 +209,7 @@ class Node:
         self.command(lambda cookie: self.plane.add_bounce(0, rail, made.fd, nbytes, cookie))
         self._register(made, self.plane.bounce_base(0, rail), nbytes)
         self.command(lambda cookie: self.plane.set_bounce_keys(0, rail, list(made.rkeys), cookie))
+        self.bounces[rail] = made
         return made
 
     def lease(self, rail: int = 0) -> Memory:
@@ -328,6 +330,27 @@ class Node:
         lanes.set(rail, "doorbell", self.heads[rail])
         os.eventfd_write(self.kicks[rail], 1)
         return row, generation
+
+    def empty(self, rail: int = 0, *, most: int = 1 << 30) -> int:
+        """What the client's thread does: copies frames out of bounce memory to private regions. How many."""
+        bounces, heads, runs = self.area("BOUNCES", "bounce"), self.area("BOUNCE_HEADS", "bounce_frame"), self.area("BOUNCE_RUNS", "run")
+        filled, emptied, count = bounces.get(rail, "filled"), bounces.get(rail, "emptied"), 0
+        while emptied != filled and count < most:
+            row = rail * BOUNCE_SLOTS + emptied % BOUNCE_SLOTS
+            at = heads.get(row, "slot") * SLOT_BYTES
+            for run in range(heads.get(row, "run_count")):
+                begin = runs.offset + row * TABLE_ENTRIES * 16 + run * 16
+                raw = bytes(self.client_segment.buffer[begin : begin + 16])
+                offset, length, region = (int.from_bytes(raw[i:j], "little") for i, j in ((0, 8), (8, 12), (12, 16)))
+                self.regions[region].view[offset : offset + length] = self.bounces[rail].view[at : at + length]
+                at += length
+            heads.set(row, "result", 0)
+            emptied += 1
+            count += 1
+            bounces.set(rail, "emptied", emptied)
+        if count:
+            os.eventfd_write(self.kicks[rail], 1)
+        return count
 
     def settled(self, transfer: tuple[int, int]) -> bool:
         return self.area("TRANSFERS", "transfer").get(transfer[0], "settled") == transfer[1]

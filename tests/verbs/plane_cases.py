@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from helpers.verbs_plane import ROUTE, Block, Node, connect, endpoint_facts, export, fence
+from helpers.verbs_plane import ROUTE, SLOT_BYTES, TABLE_ENTRIES, Block, Node, connect, endpoint_facts, export, fence
 from helpers.verbs_stand_in import Fabric
 from railrelay.client.errors import Result
 from railrelay.daemon import plane
@@ -401,6 +401,108 @@ def express_goes_before_bulk_on_one_connection() -> None:
     assert a.result(bulk) is Result.OK
     assert a.command(lambda cookie: a.plane.holders(0, *bulk, cookie)) == [0]
     assert pair_.sender
+    close(a, b)
+
+
+def private_pair(nbytes: int = 8 << 20) -> tuple[Node, Node, int, int]:
+    """As pair(), and a remote of private memory: region 1 of the receiver, handle 2."""
+    a, b, remote = pair(nbytes=nbytes)
+    b.private_region(nbytes)
+    b.bounce()
+    export(b, 1, 2, nbytes)
+    return a, b, remote, a.open(0, 2, nbytes, of=None, window_bytes=SLOT_BYTES, window_runs=TABLE_ENTRIES)
+
+
+def emptied(b: Node, a: Node, transfer: tuple[int, int]) -> Result:
+    deadline = time.monotonic() + 30
+    while not a.settled(transfer) and time.monotonic() < deadline:
+        if not b.empty():
+            time.sleep(0.001)
+    return a.result(transfer)
+
+
+@case
+def private_memory_is_reached_through_bounce_memory() -> None:
+    a, b, _, remote = private_pair()
+    a.lease()
+    content = fill(a)
+    connect(a, b)
+    blocks = scattered(remote)
+    assert emptied(b, a, a.direct(blocks)) is Result.OK
+    for source, destination, length, _, _ in blocks:
+        assert b.regions[1].view[destination : destination + length] == content[source : source + length]
+    numbers = random.Random(8)
+    for runs in (1, 11, 12, 512):
+        places = numbers.sample(range(2048), runs)
+        parts = [(numbers.randbytes(numbers.randrange(1, 1800)), place * 4096, remote) for place in places]
+        assert emptied(b, a, a.relay(parts)) is Result.OK
+        for part, place, _ in parts:
+            assert b.regions[1].view[place : place + len(part)] == part
+    assert b.counters()["bounced_bytes"] == b.counters()["bytes_received"]
+    close(a, b)
+
+
+@case
+def an_owner_that_stops_holds_up_nobody_else() -> None:
+    a, b, remote, private = private_pair()
+    content = fill(a)
+    connect(a, b)
+    stuck = a.direct(scattered(private, count=64))
+    time.sleep(0.1)
+    blocks = scattered(remote)
+    for seed in range(6):  # more frames than the window has
+        blocks = scattered(remote, seed=seed)
+        assert a.result(a.direct(blocks)) is Result.OK
+        check(b, content, blocks)
+    assert not a.settled(stuck)
+    assert emptied(b, a, stuck) is Result.OK
+    close(a, b)
+
+
+@case
+def what_waits_for_bounce_memory_can_be_cancelled_and_aborted() -> None:
+    a, b, _, private = private_pair()
+    fill(a)
+    connect(a, b)
+    first = a.direct(scattered(private, count=16), tag=8)
+    time.sleep(0.1)
+    assert a.plane.cancel_transfer(0, *first, int(Result.CANCELLED))
+    time.sleep(0.1)
+    assert emptied(b, a, first) is Result.CANCELLED
+    second = a.direct(scattered(private, count=16), tag=9)
+    time.sleep(0.1)
+    b.command(lambda cookie: b.plane.add_tombstone(0, 9, cookie), answers=0)
+    assert emptied(b, a, second) is Result.ABORTED
+    third = a.direct(scattered(private, count=16), tag=10)
+    assert emptied(b, a, third) is Result.OK
+    b.command(lambda cookie: b.plane.remove_export(2, cookie))
+    assert emptied(b, a, a.direct(scattered(private, count=4))) is Result.REGION_GONE
+    close(a, b)
+
+
+@case
+def a_connection_that_is_lost_with_frames_in_bounce_memory_loses_none() -> None:
+    a, b, _, private = private_pair()
+    content = fill(a)
+    first = connect(a, b)
+    transfer = a.direct(scattered(private, count=40))
+    time.sleep(0.1)
+    b.empty(most=1)
+    time.sleep(0.05)
+    assert fabric().fail_queue_pairs(A0)
+    a.wait(plane.SENDER_LOST)
+    b.plane.fence_receiver(0, first.receiver)
+    time.sleep(0.1)
+    b.pump()
+    assert not [event for event in b.events if event[0] == plane.RECEIVER_FENCED]
+    while not [event for event in b.events if event[0] == plane.RECEIVER_FENCED]:
+        b.empty()
+        b.pump(0.01)
+    fence(a, b, first)
+    connect(a, b, epoch=2)
+    assert emptied(b, a, transfer) is Result.OK
+    for source, destination, length, _, _ in scattered(private, count=40):
+        assert b.regions[1].view[destination : destination + length] == content[source : source + length]
     close(a, b)
 
 
