@@ -64,10 +64,17 @@ class DataPlane:
     def verbs_facts(self, rail: int) -> dict[str, Any]:
         """gid (bytes), lid, mtu (bytes), up, ethernet, max_sge, max_qp_wr, max_cqe, max_mr_size; as of now."""
     def register_memory(
-        self, through: int, address: int, nbytes: int, *, dmabuf_fd: int = -1, dmabuf_offset: int = 0
+        self,
+        through: int,
+        address: int,
+        nbytes: int,
+        *,
+        dmabuf_fd: int = -1,
+        dmabuf_offset: int = 0,
+        flush: bool = False,
     ) -> tuple[int, int, int]:
         """(key id, lkey, rkey). address: this process's mapping, or with a dma-buf the address that work names it by.
-        OSError names the limit."""
+        flush: a key for set_flush_targets() alone; a page is enough. OSError."""
     def deregister_memory(self, key: int) -> None:
         """Nothing may be posted that names its keys. OSError if it is not known."""
     def set_lane_keys(self, client: int, rail: int, lkeys: list[int], cookie: int) -> None:
@@ -107,6 +114,11 @@ class DataPlane:
     def probe_endpoint(self, endpoint: int, cookie: int) -> None:
         """Writes no bytes through a connected endpoint that is not a sender or receiver. The endpoint's rail answers: value
         = 0, or the status of the completion (IBV_WC_...)."""
+    def set_flush_targets(self, rail: int, through: int, targets: list[tuple[int, int]]) -> None:
+        """(address, rkey) of a byte of each GPU whose memory is received into: receivers of the rail through this device
+        read them before they answer, so that what was written is there for the GPU. Call it before add_receiver(), each
+        time, and when targets change; without targets it does nothing, unless the rail's flush is "always". Like
+        new_endpoint(), for a worker. OSError."""
     def drain_handle(self, peer: int, handle: int, cookie: int) -> None:
         """After remove_remote() of all that name the peer's handle: each rail answers once no frame on its way names it."""
     def add_peer_tombstone(self, peer: int, owner: int, tag: int) -> None:

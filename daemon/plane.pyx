@@ -127,6 +127,12 @@ cdef extern from "verbs_nic.h" nogil:
     struct rr_verbs_key:
         uint64_t id
         uint32_t lkey, rkey
+    struct rr_verbs_target:
+        uint64_t address
+        uint32_t rkey
+    enum rr_verbs_use:
+        RR_VERBS_DATA
+        RR_VERBS_FLUSH
     struct rr_verbs_endpoint:
         uint64_t id
         uint32_t qpn, psn
@@ -135,7 +141,8 @@ cdef extern from "verbs_nic.h" nogil:
         uint32_t qpn, psn, lid, mtu_bytes, remote_through, timeout, retry_count, rnr_retry, min_rnr_timer, traffic_class, service_level
     int rr_read_verbs_facts "rr_verbs_facts"(rr_plane *, uint32_t rail, rr_verbs_facts *out)
     int rr_verbs_register(rr_plane *, uint32_t through, uint64_t address, uint64_t nbytes, int dmabuf_fd, uint64_t dmabuf_offset,
-                          rr_verbs_key *out, char *error)
+                          rr_verbs_use use, rr_verbs_key *out)
+    int rr_verbs_set_flush(rr_plane *, uint32_t rail, uint32_t through, const rr_verbs_target *targets, uint32_t count, char *error)
     int rr_verbs_deregister(rr_plane *, uint64_t id)
     int rr_verbs_new_endpoint(rr_plane *, uint32_t rail, uint32_t through, int sending, rr_verbs_endpoint *out, char *error)
     int rr_verbs_connect(rr_plane *, uint64_t endpoint, const rr_verbs_route *route, char *error)
@@ -247,14 +254,14 @@ cdef class DataPlane:
             "max_mr_size": facts.max_mr_bytes,
         }
 
-    def register_memory(self, uint32_t through, uint64_t address, uint64_t nbytes, *, int dmabuf_fd=-1, uint64_t dmabuf_offset=0):
+    def register_memory(self, uint32_t through, uint64_t address, uint64_t nbytes, *, int dmabuf_fd=-1, uint64_t dmabuf_offset=0,
+                        bint flush=False):
         cdef rr_verbs_key key
-        cdef char[256] error
         cdef int status
-        error[0] = 0
         with nogil:
-            status = rr_verbs_register(self.plane, through, address, nbytes, dmabuf_fd, dmabuf_offset, &key, error)
-        check_text(status, error)
+            status = rr_verbs_register(self.plane, through, address, nbytes, dmabuf_fd, dmabuf_offset,
+                                       RR_VERBS_FLUSH if flush else RR_VERBS_DATA, &key)
+        check(status)
         return key.id, key.lkey, key.rkey
 
     def deregister_memory(self, uint64_t key):
@@ -316,6 +323,20 @@ cdef class DataPlane:
 
     def probe_endpoint(self, uint64_t endpoint, uint64_t cookie):
         check(rr_verbs_probe(self.plane, endpoint, cookie))
+
+    def set_flush_targets(self, uint32_t rail, uint32_t through, targets):
+        cdef rr_verbs_target[16] found
+        cdef uint32_t count = len(targets)
+        cdef char[256] error
+        cdef int status
+        if count > 16:
+            raise ValueError(f"{count} targets; at most 16")
+        for i, (address, rkey) in enumerate(targets):
+            found[i].address, found[i].rkey = address, rkey
+        error[0] = 0
+        with nogil:
+            status = rr_verbs_set_flush(self.plane, rail, through, found, count, error)
+        check_text(status, error)
 
     def drain_handle(self, uint32_t peer, uint32_t handle, uint64_t cookie):
         check(rr_plane_drain_handle(self.plane, peer, handle, cookie))

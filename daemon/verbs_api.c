@@ -11,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 
 struct verbs_library rr_ibv;
 
@@ -136,25 +135,6 @@ struct verbs_device *verbs_open_device(const char *name, int port, int gid_index
     return device;
 }
 
-static void explain(const struct verbs_device *device, uint64_t bytes, int dmabuf, int status, char *error, size_t error_bytes)
-{
-    struct rlimit limit;
-    int n = snprintf(error, error_bytes, "device %s: cannot register %llu bytes%s: %s", device->name, (unsigned long long)bytes,
-                     dmabuf ? " of a dma-buf" : "", strerror(status));
-    if (n < 0 || (size_t)n >= error_bytes) return;
-    error += n;
-    error_bytes -= (size_t)n;
-    if (bytes > device->limits.max_mr_size)
-        snprintf(error, error_bytes, "; its limit is %llu (max_mr_size): register less in one region",
-                 (unsigned long long)device->limits.max_mr_size);
-    else if (dmabuf && (status == EOPNOTSUPP || status == EINVAL || status == ENOSYS))
-        snprintf(error, error_bytes, "; the kernel driver has no dma-buf support: use a newer one, or relay memory in host memory");
-    else if ((status == ENOMEM || status == EPERM || status == EAGAIN) && getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-        snprintf(error, error_bytes, "; this process may lock %llu bytes: raise LimitMEMLOCK (ulimit -l)", (unsigned long long)limit.rlim_cur);
-    else if (status == ENOMEM)
-        snprintf(error, error_bytes, "; the device has at most %d regions (max_mr)", device->limits.max_mr);
-}
-
 static struct ibv_mr *register_with(struct verbs_device *device, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
                                     int access)
 {
@@ -169,9 +149,8 @@ static struct ibv_mr *register_with(struct verbs_device *device, uint64_t addres
 }
 
 struct ibv_mr *verbs_register(struct verbs_device *device, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
-                              char *error, size_t error_bytes)
+                              int access)
 {
-    int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
     struct ibv_mr *mr = NULL;
     errno = 0;
     if (bytes > device->limits.max_mr_size) errno = EINVAL;
@@ -184,11 +163,7 @@ struct ibv_mr *verbs_register(struct verbs_device *device, uint64_t address, uin
         mr = register_with(device, address, bytes, dmabuf_fd, dmabuf_offset, access);
         if (mr && rr_ibv.reg_mr_iova2) __atomic_store_n(&device->no_relaxed_ordering, 1, __ATOMIC_RELAXED);
     }
-    if (!mr) {
-        int status = errno ? errno : EIO;
-        explain(device, bytes, dmabuf_fd >= 0, status, error, error_bytes);
-        errno = status;
-    }
+    if (!mr && !errno) errno = EIO;
     return mr;
 }
 #endif

@@ -60,8 +60,9 @@ struct verbs_device {
 /* NULL, with errno and the reason in error[error_bytes]. */
 struct verbs_device *verbs_open_device(const char *name, int port, int gid_index, char *error, size_t error_bytes);
 void verbs_close_device(struct verbs_device *device);
+/* NULL with errno. */
 struct ibv_mr *verbs_register(struct verbs_device *device, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
-                              char *error, size_t error_bytes);
+                              int access);
 uint32_t verbs_mtu_bytes(enum ibv_mtu mtu);
 enum ibv_mtu verbs_mtu(uint32_t bytes);
 

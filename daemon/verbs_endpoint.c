@@ -71,14 +71,15 @@ int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts 
 /* ---- registrations ---- */
 
 int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
-                      struct rr_verbs_key *out, char *error)
+                      enum rr_verbs_use use, struct rr_verbs_key *out)
 {
+    int access = IBV_ACCESS_LOCAL_WRITE | (use == RR_VERBS_FLUSH ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE);
     struct verbs_nic *nic = nic_of(plane, through);
     if (!nic) return -ENOENT;
     struct verbs_key *key = calloc(1, sizeof *key);
     if (!key) return -ENOMEM;
     key->device = nic->device;
-    key->mr = verbs_register(key->device, address, bytes, dmabuf_fd, dmabuf_offset, error, RR_VERBS_ERROR_BYTES);
+    key->mr = verbs_register(key->device, address, bytes, dmabuf_fd, dmabuf_offset, access);
     if (!key->mr) {
         int status = errno;
         free(key);
@@ -204,8 +205,14 @@ static int make_parts(struct rr_connection *c, struct verbs_device *device, cons
     if (!c->sges || posix_memalign(&memory, 4096, c->memory_bytes)) return ENOMEM;
     c->memory = memory;
     memset(c->memory, 0, c->memory_bytes);
-    c->mr = verbs_register(device, (uint64_t)(uintptr_t)c->memory, c->memory_bytes, -1, 0, error, RR_VERBS_ERROR_BYTES);
-    if (!c->mr) return errno;
+    c->mr = verbs_register(device, (uint64_t)(uintptr_t)c->memory, c->memory_bytes, -1, 0,
+                           IBV_ACCESS_LOCAL_WRITE | (c->role == FLUSH ? IBV_ACCESS_REMOTE_READ : 0));
+    if (!c->mr) {
+        int status = errno;
+        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: cannot register %llu bytes for messages: %s", device->name,
+                 (unsigned long long)c->memory_bytes, strerror(status));
+        return status;
+    }
     c->depth = sending ? options->send_depth : 2 * MESSAGES;
     c->receives = RECEIVES;
     c->signal_every = options->signal_every;
@@ -249,7 +256,8 @@ static int publish(struct rr_verbs *state, struct rr_connection *c)
     return -1;
 }
 
-int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, struct rr_verbs_endpoint *out, char *error)
+static int new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, enum role role, struct rr_verbs_endpoint *out,
+                        char *error)
 {
     struct verbs_nic *nic = nic_of(plane, rail), *other = nic_of(plane, through);
     if (!nic || !other) return -ENOENT;
@@ -260,6 +268,7 @@ int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t throug
     rr_window_init(&c->window);
     c->nic = nic;
     c->sending = sending;
+    c->role = role;
     c->next_sequence = 1;
     c->cq_entries = (sending ? options->send_depth : 2 * MESSAGES) + 1 + RECEIVES;
     if (getrandom(&c->psn, sizeof c->psn, GRND_NONBLOCK) != sizeof c->psn) c->psn = (uint32_t)rr_now_ns();
@@ -287,6 +296,11 @@ int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t throug
     }
     *out = (struct rr_verbs_endpoint){(uint64_t)c->generation << 16 | c->slot, c->qp->qp_num, c->psn};
     return 0;
+}
+
+int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, struct rr_verbs_endpoint *out, char *error)
+{
+    return new_endpoint(plane, rail, through, sending, NEW, out, error);
 }
 
 /* Any thread; NULL: another, or none, is there now. */
@@ -332,7 +346,7 @@ static int initialise(struct rr_connection *c)
     memset(&attr, 0, sizeof attr);
     attr.qp_state = IBV_QPS_INIT;
     attr.port_num = (uint8_t)c->port->device->port;
-    attr.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+    attr.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | (c->role == FLUSH ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE);
     return rr_ibv.modify_qp(c->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 
@@ -379,8 +393,8 @@ static int ready_to_send(struct rr_connection *c, const struct rr_verbs_route *r
 static void run_drop(struct rr_rail *rail, struct rr_command *command)
 {
     struct rr_connection *c = by_id(rail->plane, command->a);
-    if (!c || (c->role != NEW && c->role != PROBE)) return;
-    if (c->probe_cookie)
+    if (!c || c->role == SENDER || c->role == RECEIVER || c->port->flush == c) return;
+    if (c->role == PROBE && c->probe_cookie)
         rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)c->probe_cookie, IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
     verbs_destroy(c);
 }
@@ -460,6 +474,71 @@ int rr_verbs_probe(struct rr_plane *plane, uint64_t endpoint, uint64_t cookie)
     pthread_mutex_unlock(&plane->verbs->lock);
     if (!rail) return -ENOENT;
     rr_rail_command(rail, (struct rr_command){.run = run_probe, .a = endpoint, .cookie = cookie});
+    return 0;
+}
+
+/* ---- flush ---- */
+
+struct flush_order {
+    uint64_t endpoint; /* 0: the one that is there */
+    uint32_t through, count;
+    struct rr_verbs_target targets[RR_VERBS_TARGETS_MAX];
+};
+
+static void run_set_flush(struct rr_rail *rail, struct rr_command *command)
+{
+    struct flush_order *order = command->pointer;
+    struct verbs_nic *nic = verbs(rail->nic);
+    struct rr_connection *c = by_id(rail->plane, order->endpoint);
+    struct verbs_port *port = nic->ports[order->through];
+    if (c && port->flush) { /* somebody was faster */
+        verbs_destroy(c);
+    } else if (c) {
+        c->next = nic->connections;
+        nic->connections = c;
+        rr_store_release_pointer((void **)&port->flush, c);
+        if (!order->count) order->targets[order->count++] = (struct rr_verbs_target){(uint64_t)(uintptr_t)c->memory, c->mr->rkey};
+    }
+    if (order->count) memcpy(port->targets, order->targets, sizeof port->targets);
+    port->target_count = order->count ? order->count : port->target_count;
+    port->flush_needed = 1;
+    free(order);
+}
+
+int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count, char *error)
+{
+    struct verbs_nic *nic = nic_of(plane, rail);
+    if (!nic || !nic_of(plane, through)) return -ENOENT;
+    uint32_t when = plane->rails[rail].verbs.flush;
+    if (when == RR_FLUSH_NEVER || (when == RR_FLUSH_AUTO && !count)) return 0;
+    if (count > RR_VERBS_TARGETS_MAX) return -EINVAL;
+    pthread_mutex_lock(&plane->verbs->lock);
+    const struct verbs_port *port = nic->ports[through];
+    int there = port && rr_load_acquire_pointer((void *const *)&port->flush) != NULL;
+    pthread_mutex_unlock(&plane->verbs->lock);
+    struct flush_order *order = calloc(1, sizeof *order);
+    if (!order) return -ENOMEM;
+    order->through = through;
+    order->count = count;
+    if (count) memcpy(order->targets, targets, count * sizeof *targets);
+    if (!there) {
+        struct rr_verbs_endpoint made;
+        struct rr_verbs_facts facts;
+        int status = new_endpoint(plane, rail, through, 1, FLUSH, &made, error);
+        if (!status) {
+            order->endpoint = made.id;
+            status = rr_verbs_facts(plane, through, &facts);
+            struct rr_verbs_route route = {.qpn = made.qpn, .psn = made.psn, .lid = facts.lid, .mtu_bytes = facts.mtu_bytes, .timeout = 14, .retry_count = 6, .rnr_retry = 7};
+            memcpy(route.gid, facts.gid, sizeof route.gid);
+            if (!status) status = rr_verbs_connect(plane, made.id, &route, error);
+            if (status) rr_verbs_drop_endpoint(plane, made.id);
+        }
+        if (status) {
+            free(order);
+            return status;
+        }
+    }
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_set_flush, .pointer = order});
     return 0;
 }
 

@@ -64,7 +64,7 @@ struct message {
 };
 _Static_assert(sizeof(struct message) == MESSAGE_BYTES, "wire message");
 
-enum role { NEW, SENDER, RECEIVER, PROBE };
+enum role { NEW, SENDER, RECEIVER, PROBE, FLUSH };
 
 /* MADE until verbs_connect; OPEN; DRAINING: in the error state, work requests and receives are coming back; DRAINED: the
  * NIC reads and writes nothing for it any more. */
@@ -82,6 +82,9 @@ struct verbs_port {
     uint32_t through;
     uint32_t held_at, held_count;
     uint8_t armed[CQS_MAX];
+    struct rr_connection *flush;         /* a queue pair connected to itself; NULL: none */
+    struct rr_verbs_target targets[RR_VERBS_TARGETS_MAX];
+    uint32_t target_count, flush_needed; /* needed: nothing is answered without it */
     struct ibv_wc held[WC_BATCH]; /* of an endpoint whose command is still to be run */
 };
 
@@ -162,8 +165,8 @@ struct rr_connection {
     uint64_t received;
     struct rr_ack acks[RR_WINDOW]; /* the latest, circular */
     uint64_t ack_count;
-    struct rr_ack due[RR_WINDOW];  /* answers to be sent, circular */
-    uint32_t due_at, due_count;
+    struct rr_ack due[RR_WINDOW];  /* answers to be sent: [due_sent, due_pushed), of which up to due_flushed may be */
+    uint64_t due_sent, due_pushed, due_flushed, flush_mark;
     struct due_grant {
         uint64_t want, grant;
         uint32_t owner, code;
@@ -221,7 +224,7 @@ void verbs_begin_drain(struct rr_connection *c);
 void verbs_touch(struct rr_connection *c);
 void verbs_unlink(struct rr_connection *c);
 struct ibv_send_wr *verbs_next_wr(struct rr_connection *c);
-void verbs_flush(struct rr_connection *c);
+void verbs_post_batch(struct rr_connection *c);
 int verbs_message_free(const struct rr_connection *c);
 struct message *verbs_next_message(struct rr_connection *c, enum message_type type);
 
@@ -240,6 +243,11 @@ void verbs_owe_lost(struct verbs_nic *nic);
 void verbs_abandon(struct rr_nic *base, struct rr_client *client);
 void verbs_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context);
 uint32_t verbs_naming(struct rr_nic *base, uint32_t peer, uint32_t handle);
+
+/* verbs_flush.c */
+int verbs_flush_late(struct rr_connection *c);
+void verbs_on_flushed(struct rr_connection *flush);
+void verbs_flush_failed(struct rr_connection *flush);
 
 /* verbs_receiver.c */
 void verbs_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int endpoint);

@@ -23,9 +23,9 @@ int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts 
 }
 
 int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
-                      struct rr_verbs_key *out, char *error)
+                      enum rr_verbs_use use, struct rr_verbs_key *out)
 {
-    (void)plane, (void)through, (void)address, (void)bytes, (void)dmabuf_fd, (void)dmabuf_offset, (void)out, (void)error;
+    (void)use, (void)plane, (void)through, (void)address, (void)bytes, (void)dmabuf_fd, (void)dmabuf_offset, (void)out;
     return -ENOTSUP;
 }
 
@@ -56,6 +56,12 @@ int rr_verbs_drop_endpoint(struct rr_plane *plane, uint64_t endpoint)
 int rr_verbs_probe(struct rr_plane *plane, uint64_t endpoint, uint64_t cookie)
 {
     (void)plane, (void)endpoint, (void)cookie;
+    return -ENOTSUP;
+}
+
+int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count, char *error)
+{
+    (void)plane, (void)rail, (void)through, (void)targets, (void)count, (void)error;
     return -ENOTSUP;
 }
 
@@ -167,7 +173,7 @@ void verbs_touch(struct rr_connection *c)
 /* ---- posting ---- */
 
 /* Hands over what verbs_next_wr has given out. */
-void verbs_flush(struct rr_connection *c)
+void verbs_post_batch(struct rr_connection *c)
 {
     uint32_t count = c->batch;
     if (!count) return;
@@ -185,7 +191,7 @@ void verbs_flush(struct rr_connection *c)
 /* The caller has looked for room in the send queue. */
 struct ibv_send_wr *verbs_next_wr(struct rr_connection *c)
 {
-    if (c->batch == WR_BATCH) verbs_flush(c);
+    if (c->batch == WR_BATCH) verbs_post_batch(c);
     struct ibv_send_wr *wr = &c->wrs[c->batch++];
     wr->wr_id = send_wr_id(c, ++c->posted);
     return wr;
@@ -260,12 +266,18 @@ void verbs_lose(struct rr_nic *base, struct rr_connection *c, int error)
 
 static void when_drained(struct rr_connection *c)
 {
+    if (c->state == DRAINED && c->role == RECEIVER) {
+        verbs_receiver_drained(c); /* flushed since */
+        return;
+    }
     if (c->state != DRAINING || c->completed != c->posted || c->received_completed != c->received_posted) return;
     c->state = DRAINED;
     if (c->role == SENDER)
         verbs_sender_drained(c);
     else if (c->role == RECEIVER)
         verbs_receiver_drained(c);
+    else if (c->role == FLUSH)
+        verbs_flush_failed(c);
 }
 
 static int error_of(enum ibv_wc_status status)
@@ -310,6 +322,7 @@ static void on_completion(struct verbs_nic *nic, struct rr_connection *c, const 
         c->completed += (uint32_t)((uint32_t)wc->wr_id - (uint32_t)c->completed);
         if (wc->status != IBV_WC_SUCCESS) verbs_lose(&nic->base, c, error_of(wc->status));
         if (c->role == SENDER) verbs_on_sent(c);
+        if (c->role == FLUSH && wc->status == IBV_WC_SUCCESS) verbs_on_flushed(c);
         if (c->role == PROBE && c->probe_cookie) {
             rr_event_push(nic->base.rail->plane, RR_EVENT_COMMAND_DONE, nic->base.rail->number, (int64_t)c->probe_cookie, wc->status, 0, 0, 0);
             c->probe_cookie = 0;

@@ -39,12 +39,22 @@ struct rr_verbs_route {
     uint32_t timeout, retry_count, rnr_retry, min_rnr_timer, traffic_class, service_level;
 };
 
+/* What a key may be used for. */
+enum rr_verbs_use { RR_VERBS_DATA, RR_VERBS_FLUSH };
+
+/* A byte of memory that a read makes sure of: after it, what was written before can be seen there. */
+struct rr_verbs_target {
+    uint64_t address;
+    uint32_t rkey; /* RR_VERBS_FLUSH */
+};
+
+#define RR_VERBS_TARGETS_MAX 16u
 #define RR_VERBS_ERROR_BYTES 256u
 
-/* 0 or -errno; where error is given it says what failed, with the value and the limit. */
+/* 0 or -errno; where error[RR_VERBS_ERROR_BYTES] is given it says what failed, with the value and the limit. */
 int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts *out);
 int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
-                      struct rr_verbs_key *out, char *error);
+                      enum rr_verbs_use use, struct rr_verbs_key *out);
 int rr_verbs_deregister(struct rr_plane *plane, uint64_t id);
 int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, struct rr_verbs_endpoint *out,
                           char *error);
@@ -52,6 +62,9 @@ int rr_verbs_connect(struct rr_plane *plane, uint64_t endpoint, const struct rr_
 int rr_verbs_drop_endpoint(struct rr_plane *plane, uint64_t endpoint);
 /* Writes zero bytes with an immediate through a connected endpoint; COMMAND_DONE with 0, or the completion's status. */
 int rr_verbs_probe(struct rr_plane *plane, uint64_t endpoint, uint64_t cookie);
+/* Before the first receiver of the rail through this device, and again before others: receivers read the targets before
+ * they answer. Without targets: none if flush is "auto". */
+int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count, char *error);
 void rr_verbs_free(struct rr_plane *plane); /* after all rails have stopped */
 
 #endif

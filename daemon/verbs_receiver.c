@@ -23,7 +23,7 @@ void verbs_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int 
 static void answer(struct rr_connection *c, uint64_t sequence, uint32_t code)
 {
     c->acks[c->ack_count++ % RR_WINDOW] = (struct rr_ack){sequence, code};
-    if (c->due_count < RR_WINDOW) c->due[(c->due_at + c->due_count++) % RR_WINDOW] = (struct rr_ack){sequence, code};
+    if (c->due_pushed - c->due_sent < RR_WINDOW) c->due[c->due_pushed++ % RR_WINDOW] = (struct rr_ack){sequence, code};
 }
 
 /* 0, or -1: a frame too many, or another than was to come. */
@@ -31,7 +31,7 @@ int verbs_on_frame(struct rr_connection *c, uint32_t immediate)
 {
     struct rr_rail *rail = c->nic->base.rail;
     uint64_t sequence = c->received + 1;
-    if ((immediate & IMM_SEQUENCE) != (sequence & IMM_SEQUENCE) || c->due_count == RR_WINDOW) return -1;
+    if ((immediate & IMM_SEQUENCE) != (sequence & IMM_SEQUENCE) || c->due_pushed - c->due_sent == RR_WINDOW) return -1;
     c->received = sequence;
     rr_count(rail, RR_RAIL_FRAMES_RECEIVED, 1);
     rr_count(rail, RR_RAIL_BYTES_RECEIVED, (immediate >> 2) + 1ull);
@@ -82,7 +82,7 @@ static int on_bounced(struct rr_connection *c, const struct message *message)
     const struct rr_plane *plane = rail->plane;
     uint32_t run_count = message->one.run_count, owner = message->one.owner;
     if (message->one.sequence != c->received + 1 || !run_count || run_count > plane->table_entries || owner >= plane->max_clients ||
-        c->due_count == RR_WINDOW)
+        c->due_pushed - c->due_sent == RR_WINDOW)
         return -1;
     c->received++;
     rr_count(rail, RR_RAIL_FRAMES_RECEIVED, 1);
@@ -164,16 +164,13 @@ void verbs_send_answers(struct rr_connection *c)
         c->due_grant_count--;
         fill_grant(c, message, &due);
     }
-    while (c->due_count && c->state == OPEN) {
+    uint64_t ready = verbs_flush_late(c) ? c->due_flushed : c->due_pushed;
+    while (c->due_sent < ready && c->state == OPEN) {
         struct message *message = verbs_next_message(c, MESSAGE_DONE);
         if (!message) break; /* one that completes makes room */
-        while (c->due_count && message->count < PAIRS_MAX) {
-            message->pairs[message->count++] = c->due[c->due_at];
-            c->due_at = (c->due_at + 1) % RR_WINDOW;
-            c->due_count--;
-        }
+        while (c->due_sent < ready && message->count < PAIRS_MAX) message->pairs[message->count++] = c->due[c->due_sent++ % RR_WINDOW];
     }
-    verbs_flush(c);
+    verbs_post_batch(c);
 }
 
 /* ---- the fence ---- */
@@ -199,7 +196,7 @@ static void fenced(struct rr_connection *c)
 
 void verbs_receiver_drained(struct rr_connection *c)
 {
-    if (c->fencing && !c->bounces_pending) fenced(c);
+    if (c->fencing && !c->bounces_pending && !verbs_flush_late(c)) fenced(c);
 }
 
 void verbs_fence(struct rr_nic *base, struct rr_connection *c)

@@ -315,7 +315,7 @@ int verbs_push(struct rr_connection *c)
         else if (!write_bounced(c))
             break;
     }
-    verbs_flush(c);
+    verbs_post_batch(c);
     return work_count;
 }
 
