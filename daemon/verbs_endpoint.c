@@ -12,6 +12,49 @@
 #include <sys/epoll.h>
 #include <sys/random.h>
 
+static void free_parts(struct rr_connection *c)
+{
+    if (c->qp) rr_ibv.destroy_qp(c->qp);
+    if (c->mr) rr_ibv.dereg_mr(c->mr);
+    free(c->memory);
+    free(c->sges);
+    free(c->settlement);
+    free(c);
+}
+
+static void *reap(void *argument)
+{
+    struct rr_verbs *state = argument;
+    pthread_mutex_lock(&state->lock);
+    while (state->dead || !state->reaper_stop) {
+        struct rr_connection *c = state->dead;
+        if (!c) {
+            pthread_cond_wait(&state->reaper_wake, &state->lock);
+            continue;
+        }
+        state->dead = c->next;
+        state->reaping = 1;
+        struct verbs_port *port = c->port;
+        uint32_t cq = c->cq, entries = c->cq_entries;
+        pthread_mutex_unlock(&state->lock);
+        free_parts(c);
+        pthread_mutex_lock(&state->lock);
+        port->room[cq] += entries;
+        state->reaping = 0;
+        if (!state->dead) pthread_cond_broadcast(&state->reaper_idle);
+    }
+    pthread_mutex_unlock(&state->lock);
+    return NULL;
+}
+
+/* Main thread: afterwards nothing is on its completion queues that was destroyed before. */
+void verbs_wait_for_reaper(struct rr_verbs *state)
+{
+    pthread_mutex_lock(&state->lock);
+    while (state->dead || state->reaping) pthread_cond_wait(&state->reaper_idle, &state->lock);
+    pthread_mutex_unlock(&state->lock);
+}
+
 /* Main thread, before any rail runs. */
 struct rr_verbs *verbs_state(struct rr_plane *plane)
 {
@@ -19,7 +62,13 @@ struct rr_verbs *verbs_state(struct rr_plane *plane)
     struct rr_verbs *state = calloc(1, sizeof *state);
     if (!state) return NULL;
     pthread_mutex_init(&state->lock, NULL);
+    pthread_cond_init(&state->reaper_wake, NULL);
+    pthread_cond_init(&state->reaper_idle, NULL);
     state->next_key = 1;
+    if (pthread_create(&state->reaper, NULL, reap, state)) {
+        free(state);
+        return NULL;
+    }
     plane->verbs = state;
     return state;
 }
@@ -116,12 +165,19 @@ void rr_verbs_free(struct rr_plane *plane)
 {
     struct rr_verbs *state = plane->verbs;
     if (!state) return;
+    pthread_mutex_lock(&state->lock);
+    state->reaper_stop = 1;
+    pthread_cond_signal(&state->reaper_wake);
+    pthread_mutex_unlock(&state->lock);
+    pthread_join(state->reaper, NULL);
     for (struct verbs_key *key = state->keys, *next; key; key = next) {
         next = key->next;
         rr_ibv.dereg_mr(key->mr);
         leave_device(key->device);
         free(key);
     }
+    pthread_cond_destroy(&state->reaper_wake);
+    pthread_cond_destroy(&state->reaper_idle);
     pthread_mutex_destroy(&state->lock);
     free(state);
     plane->verbs = NULL;
@@ -178,16 +234,6 @@ static int take_cq(struct verbs_port *port, uint32_t entries, char *error)
     port->room[port->cq_count] = size - entries;
     rr_store_release_u32(&port->cq_count, port->cq_count + 1);
     return (int)port->cq_count - 1;
-}
-
-static void free_parts(struct rr_connection *c)
-{
-    if (c->qp) rr_ibv.destroy_qp(c->qp);
-    if (c->mr) rr_ibv.dereg_mr(c->mr);
-    free(c->memory);
-    free(c->sges);
-    free(c->settlement);
-    free(c);
 }
 
 /* 0 or the error. */
@@ -564,12 +610,9 @@ void verbs_destroy(struct rr_connection *c)
     struct rr_verbs *state = c->nic->base.rail->plane->verbs;
     pthread_mutex_lock(&state->lock);
     rr_store_release_pointer((void **)&state->endpoints[c->slot], NULL);
-    pthread_mutex_unlock(&state->lock);
-    struct verbs_port *port = c->port;
-    uint32_t cq = c->cq, entries = c->cq_entries;
-    free_parts(c);
-    pthread_mutex_lock(&state->lock);
-    port->room[cq] += entries;
+    c->next = state->dead;
+    state->dead = c;
+    pthread_cond_signal(&state->reaper_wake);
     pthread_mutex_unlock(&state->lock);
 }
 #endif

@@ -204,6 +204,10 @@ struct rr_verbs {
     uint32_t next_slot;
     struct verbs_key *keys;
     uint64_t next_key;
+    pthread_t reaper; /* destroys queue pairs, which takes longer than a rail may stand still */
+    pthread_cond_t reaper_wake, reaper_idle;
+    struct rr_connection *dead;
+    int reaping, reaper_stop;
 };
 
 static inline struct verbs_nic *verbs(struct rr_nic *nic) { return (struct verbs_nic *)nic; }
@@ -215,6 +219,7 @@ struct rr_verbs *verbs_state(struct rr_plane *plane);
 struct rr_connection *verbs_endpoint_at(struct rr_plane *plane, uint32_t slot, uint32_t generation);
 struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint);
 void verbs_destroy(struct rr_connection *c);
+void verbs_wait_for_reaper(struct rr_verbs *state);
 void verbs_leave_device(struct rr_plane *plane, struct verbs_device *device);
 int verbs_post_receives(struct rr_connection *c, uint32_t count);
 

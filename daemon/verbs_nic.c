@@ -120,6 +120,7 @@ static void verbs_close(struct rr_nic *base)
         struct rr_connection *c = plane->verbs->endpoints[i];
         if (c && c->nic == nic) verbs_destroy(c);
     }
+    verbs_wait_for_reaper(plane->verbs);
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) {
         struct verbs_port *port = nic->ports[i];
         if (!port) continue;
