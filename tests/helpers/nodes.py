@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from helpers import processes, rail_devices
 from helpers.rail_devices import Device, Devices
+from helpers.verbs_stand_in import Fabric
 from helpers.waiting import LIMIT_S, until
 from railrelay.client import Client
 
@@ -92,6 +93,8 @@ class Node:
     log_path: Path
     config_path: Path
     process: subprocess.Popen[str]
+    devices: Sequence[Device] = ()  # of verbs rails
+    fabric: Fabric | None = None
     ended: bool = False
 
     @property
@@ -288,7 +291,11 @@ class Nodes:
         instance = instance or new_instance()
         config = self.directory / f"{instance}.toml"
         config.write_text(config_text(instance, self.directory / f"{instance}.sock", rails, sections))
-        return self._spawn(instance, config, prefix)
+        starting = self._spawn(instance, config, prefix)
+        if self.nic == "verbs" and not isinstance(rails, int):
+            starting.node.devices = [rail for rail in rails if isinstance(rail, Device)]
+            starting.node.fabric = self.devices.fabric
+        return starting
 
     def _spawn(self, instance: str, config: Path, prefix: Sequence[str]) -> Starting:
         log = self.directory / f"{instance}.log"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Final
 
 import pytest
 
-from helpers import verbs_stand_in
+from helpers import links, verbs_stand_in
 from helpers.verbs_stand_in import Fabric
 
 VARIABLE: Final = "RAILRELAY_VERBS_RAILS"
 STAND_IN_DEVICES: Final = 8
 STAND_IN_GID_INDEX: Final = 3
+STAND_IN_TIME_SCALE: Final = 0.1
 _SYSFS: Final = Path("/sys/class/infiniband")
 
 # Soft-RoCE takes 7 retries for ever, and is slow where it is emulated.
@@ -95,7 +97,17 @@ def devices(directory: Path) -> Devices:
     fabric = Fabric(directory)
     addresses = [f"127.1.0.{number + 1}" for number in range(STAND_IN_DEVICES)]
     found = [Device(f"stub{number}", address, STAND_IN_GID_INDEX) for number, address in enumerate(addresses)]
-    return Devices(found, fabric.environment(addresses), fabric)
+    return Devices(found, fabric.environment(addresses, time_scale=STAND_IN_TIME_SCALE), fabric)
+
+
+def break_connections(device: Device, fabric: Fabric | None, *, silently: bool = False) -> int:
+    """How many queue pairs. ``silently``: no end sees it before its retries are over. Of real devices: the port goes
+    down, and up again."""
+    if fabric is None:
+        with links.down(device.name):
+            time.sleep(0.2)
+        return 1
+    return fabric.drop_connections(device.address) if silently else fabric.fail_queue_pairs(device.address)
 
 
 def _gid_index(device: str, address: str) -> int:

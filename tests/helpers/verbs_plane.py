@@ -258,7 +258,14 @@ class Node:
         }
 
     def direct(
-        self, blocks: list[Block], *, peer: int = 0, rail: int = 0, remote_rail: int = 0, tag: int = 5, express: bool = False
+        self,
+        blocks: list[Block],
+        *,
+        peer: int = 0,
+        rail: int = 0,
+        remote_rail: int = 0,
+        tag: int = 5,
+        express: bool = False,
     ) -> tuple[int, int]:
         """One transfer of one inline slice a block."""
         row, generation = self._begin(tag)
@@ -333,7 +340,11 @@ class Node:
 
     def empty(self, rail: int = 0, *, most: int = 1 << 30) -> int:
         """What the client's thread does: copies frames out of bounce memory to private regions. How many."""
-        bounces, heads, runs = self.area("BOUNCES", "bounce"), self.area("BOUNCE_HEADS", "bounce_frame"), self.area("BOUNCE_RUNS", "run")
+        bounces, heads, runs = (
+            self.area("BOUNCES", "bounce"),
+            self.area("BOUNCE_HEADS", "bounce_frame"),
+            self.area("BOUNCE_RUNS", "run"),
+        )
         filled, emptied, count = bounces.get(rail, "filled"), bounces.get(rail, "emptied"), 0
         while emptied != filled and count < most:
             row = rail * BOUNCE_SLOTS + emptied % BOUNCE_SLOTS
@@ -359,7 +370,9 @@ class Node:
         deadline = time.monotonic() + limit_s
         while not self.settled(transfer):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"transfer {transfer} is not done after {limit_s:g} s; {self.counters()} {self.events}")
+                raise TimeoutError(
+                    f"transfer {transfer} is not done after {limit_s:g} s; {self.counters()} {self.events}"
+                )
             self.pump(0.001)
         return Result(self.area("TRANSFERS", "transfer").get(transfer[0], "result"))
 
@@ -375,7 +388,14 @@ ROUTE: Final = {"timeout": 10, "retry_count": 3, "rnr_retry": 7}
 def endpoint_facts(node: Node, rail: int, through: int, *, sending: bool) -> tuple[int, dict[str, object]]:
     endpoint, qpn, psn = node.plane.new_endpoint(rail, through, sending=sending)
     facts = node.plane.verbs_facts(through)
-    return endpoint, {"gid": facts["gid"], "lid": facts["lid"], "mtu": facts["mtu"], "qpn": qpn, "psn": psn, "remote_through": through}
+    return endpoint, {
+        "gid": facts["gid"],
+        "lid": facts["lid"],
+        "mtu": facts["mtu"],
+        "qpn": qpn,
+        "psn": psn,
+        "remote_through": through,
+    }
 
 
 @dataclass(frozen=True)
@@ -387,7 +407,14 @@ class Pair:
 
 
 def connect(
-    a: Node, b: Node, *, rail: int = 0, remote_rail: int = 0, through: int | None = None, remote_through: int | None = None, epoch: int = 1,
+    a: Node,
+    b: Node,
+    *,
+    rail: int = 0,
+    remote_rail: int = 0,
+    through: int | None = None,
+    remote_through: int | None = None,
+    epoch: int = 1,
     timeout: int = 10,
 ) -> Pair:
     """What the conductors do between CONNECT_WANTED and add_sender(); peer 0 of a, session 0 of b."""

@@ -218,7 +218,9 @@ def a_wrong_key_ends_the_connection_and_nothing_else() -> None:
     a, b, remote = pair()
     content = fill(a)
     wrong = a.open(0, 2, 8 << 20, of=b.regions[0])
-    a.plane.add_remote(0, wrong, 0, 2, 8 << 20, 0, 0, 0, 0, iova=b.regions[0].base, rkeys=[b.regions[0].rkeys[0] ^ 0x55])
+    a.plane.add_remote(
+        0, wrong, 0, 2, 8 << 20, 0, 0, 0, 0, iova=b.regions[0].base, rkeys=[b.regions[0].rkeys[0] ^ 0x55]
+    )
     first = connect(a, b)
     bad = a.direct([(0, 0, 4096, 0, wrong)])
     lost = a.wait(plane.SENDER_LOST)
