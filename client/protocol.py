@@ -458,6 +458,13 @@ class PeerRegionGone(Message, frozen=True, tag="PeerRegionGone"):
     handle: int
 
 
+class RailLost(Message, frozen=True, tag="RailLost"):
+    """Event, receiver to sender: the receiving end of connection ``connection`` is in error, or was fenced. A queue pair
+    does not say so to a sender that has nothing to send."""
+
+    connection: int
+
+
 class RailState(Message, frozen=True, tag="RailState"):
     """Event, receiver to sender: the port of this verbs rail went up or down."""
 
@@ -488,6 +495,7 @@ PeerMessage = (
     | PeerAborted
     | PeerNote
     | PeerRegionGone
+    | RailLost
     | RailState
     | Ping
     | PeerDone

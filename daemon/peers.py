@@ -241,6 +241,7 @@ class Peers:
                     ErrorCode.CONNECTION_LOST, f"peer {peer.session}: control connection ended: {reason}"
                 )
                 self._show(peer, PeerState.LOST)
+                self._close_pairs(f"control connection to {peer.session} ended", peer)  # the receiver fences them, too
             peer.tell()
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -273,6 +274,7 @@ class Peers:
         link.handlers = {
             protocol.PeerAbort: lambda message: self._on_abort(peer, message),
             protocol.PeerRegionGone: lambda message: self._region_gone(peer, message),
+            protocol.RailLost: lambda message: self._rail_lost(peer, message),
             protocol.RailState: lambda message: self._rail_state(peer, message),
         }
         link.keep_alive(self._ctx.config.timeouts.peer_s)
@@ -572,18 +574,27 @@ class Peers:
             raise RelayError(ErrorCode.PROTOCOL, f"peer {peer.session} tells the state of a rail {message.rail}")
         peer.rails[message.rail] = msgspec.structs.replace(peer.rails[message.rail], up=message.up)
         if not message.up:
-            self._leave_port(f"port of rail {message.rail} of {peer.session} is down", peer, there=message.rail)
+            self._close_pairs(f"port of rail {message.rail} of {peer.session} is down", peer, there=message.rail)
+
+    def _rail_lost(self, peer: Peer, message: protocol.RailLost) -> None:
+        for number, sender in self._senders.items():
+            if sender.peer is peer and sender.connection == message.connection and sender.pair is not None:
+                self._ctx.plane.close_sender(sender.rail, number)
 
     def port_changed(self, rail: int, up: bool) -> None:
         """Of a rail here; its facts know it already."""
         if not up:
-            self._leave_port(f"port of rail {rail} is down", here=rail)
+            self._close_pairs(f"port of rail {rail} is down", here=rail)
 
-    def _leave_port(self, why: str, peer: Peer | None = None, *, here: int = -1, there: int = -1) -> None:
+    def _close_pairs(
+        self, why: str, peer: Peer | None = None, *, here: int | None = None, there: int | None = None
+    ) -> None:
+        """Queue pairs, of all peers or one, on all devices or those of a rail here or there."""
         for number, sender in self._senders.items():
-            if sender.pair is None or peer not in (None, sender.peer):
+            pair = sender.pair
+            if pair is None or peer not in (None, sender.peer):
                 continue
-            if sender.pair.here == here or sender.pair.there == there:
+            if here in (None, pair.here) and there in (None, pair.there):
                 log.info("%s: connection of rail %d to %s closed", why, sender.rail, sender.peer.session)
                 self._ctx.plane.close_sender(sender.rail, number)
 

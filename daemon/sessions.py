@@ -444,8 +444,11 @@ class Sessions:
 
     def _fence(self, session: Session, connection: int) -> asyncio.Future[None]:
         if connection not in session.waiting:
+            rail = session.receivers[connection]
             session.waiting[connection] = asyncio.get_running_loop().create_future()
-            self._ctx.plane.fence_receiver(session.receivers[connection], connection)
+            self._ctx.plane.fence_receiver(rail, connection)
+            if session.link is not None and self._ctx.rails[rail].nic == "verbs":
+                session.link.send(protocol.RailLost(connection))
         return session.waiting[connection]
 
     def _fence_all(self, session: Session) -> None:

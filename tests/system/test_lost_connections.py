@@ -75,7 +75,7 @@ def test_rails_that_break_in_the_middle_cost_only_time(
             broken += sockets.cut(first, second, reset=reset)
             transfer.wait(30)
             assert arrived(link, seed)
-        assert broken >= 6
+        assert broken >= (3 if prefill.devices else 6)  # of verbs rails there is none while another takes over
         assert counter(prefill, "connections_lost") >= 6
     assert not [error for error in prefill.errors() if error["code"] == "internal"]
 
