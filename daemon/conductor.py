@@ -154,7 +154,7 @@ class Conductor:
             case plane.CONNECT_WANTED:
                 self._peers.connect_wanted(rail, a, b, bool(c), d)
             case plane.SENDER_LOST:
-                self._peers.sender_lost(a, b)
+                self._peers.sender_lost(a, b, e)
             case plane.RECEIVER_LOST:
                 self._sessions.receiver_lost(a)
             case plane.RECEIVER_FENCED:

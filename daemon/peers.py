@@ -12,6 +12,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -109,6 +110,7 @@ class Peers:
         self._senders: dict[int, Sender] = {}
         self._sender_ids = itertools.count(2, 2)  # even; see rails.Rails
         self._takeover = Takeover(ctx, self.probe)
+        self._given_back: set[int] = set()  # senders that are closed because the rail's own devices carry again
 
     def get(self, row: int, client: Client) -> Peer:
         """A peer that this client has connected. RelayError."""
@@ -513,19 +515,25 @@ class Peers:
             lambda cookie: plane.fail_path(rail, peer.row, remote_rail, express, Result.RAIL_DOWN, cookie)
         )
 
-    def sender_lost(self, number: int, error: int) -> None:
+    def sender_lost(self, number: int, error: int, in_flight: int) -> None:
         sender = self._senders.get(number)
         if sender is None or sender.peer.gone:
             return
         peer = sender.peer
-        if sender.pair is not None and error == errno.ETIMEDOUT:  # the other end was not reached
-            self._takeover.suspect(peer, sender.pair)
+        if sender.pair is not None:
+            if in_flight:
+                self._takeover.lost(peer, sender.rail, sender.remote_rail)
+            if error == errno.ETIMEDOUT:  # the other end was not reached
+                self._takeover.suspect(peer, sender.pair)
         peer.fences += 1
         self.count_regions(peer, 0)
-        self._ctx.state.error(
-            ErrorCode.CONNECTION_LOST,
-            f"peer {peer.session}: connection of rail {sender.rail} to rail {sender.remote_rail} lost (errno {error})",
-        )
+        where = f"peer {peer.session}: connection of rail {sender.rail} to rail {sender.remote_rail}"
+        if number in self._given_back:
+            self._given_back.remove(number)
+            log.info("%s given back to its own devices", where)
+        else:
+            reason = os.strerror(error) if error else "closed"
+            self._ctx.state.error(ErrorCode.CONNECTION_LOST, f"{where} lost (errno {error}, {reason})")
         self._ctx.spawn(self._settle(number, sender), f"fence of rail {sender.rail} at {peer.session}")
 
     async def _settle(self, number: int, sender: Sender) -> None:
@@ -567,6 +575,7 @@ class Peers:
         """The rail's own devices carry again: what is not placed is sent over them, after the fence."""
         sender = self._senders.get(number)
         if sender is not None:
+            self._given_back.add(number)
             self._ctx.plane.close_sender(sender.rail, number)
 
     def _rail_state(self, peer: Peer, message: protocol.RailState) -> None:

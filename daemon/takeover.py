@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ class Takeover:
         self._probe = probe
         self._suspects: dict[int, set[Pair]] = {}  # by peer row
         self._returning: dict[tuple[int, Pair], list[Callable[[], None]]] = {}  # by peer row and own pair
+        self._lost_at: dict[tuple[int, Pair], float] = {}  # the same
 
     def choose(self, peer: Peer, rail: int, remote_rail: int) -> Pair:
         """The own pair too if there is no better one: its error is then the one to be shown."""
@@ -57,13 +59,24 @@ class Takeover:
     def suspect(self, peer: Peer, pair: Pair) -> None:
         self._suspects.setdefault(peer.row, set()).add(pair)
 
+    def lost(self, peer: Peer, rail: int, remote_rail: int) -> None:
+        """What carried it has gone; of several events before the next connection the first counts."""
+        self._lost_at.setdefault((peer.row, Pair(rail, remote_rail)), time.monotonic())
+
     def carries(self, peer: Peer, sender: Sender, give_back: Callable[[], None]) -> None:
         """A new connection is in use. ``give_back()`` comes if it is one of another pair, once the own one works."""
         pair, own = sender.pair, Pair(sender.rail, sender.remote_rail)
-        if pair is None or pair == own:
-            self._suspects.get(peer.row, set()).discard(own)
+        if pair is None:
             return
         ctx = self._ctx
+        lost_at = self._lost_at.pop((peer.row, own), None)
+        if lost_at is not None:
+            by = "its own device" if pair == own else ctx.rails[pair.here].identity
+            name, ms = ctx.rails[own.here].identity, 1e3 * (time.monotonic() - lost_at)
+            log.info("rail %s to %s: connected through %s %.1f ms after the loss", name, peer.session, by, ms)
+        if pair == own:
+            self._suspects.get(peer.row, set()).discard(own)
+            return
         ctx.state.count_takeover(sender.rail)
         ctx.state.error(
             ErrorCode.RAIL_DOWN,
@@ -108,5 +121,5 @@ class Takeover:
     def forget(self, peer: Peer) -> None:
         """It is gone, and its row will be another's."""
         self._suspects.pop(peer.row, None)
-        for key in [key for key in self._returning if key[0] == peer.row]:
-            del self._returning[key]
+        self._returning = {key: waiting for key, waiting in self._returning.items() if key[0] != peer.row}
+        self._lost_at = {key: at for key, at in self._lost_at.items() if key[0] != peer.row}

@@ -110,6 +110,15 @@ def break_connections(device: Device, fabric: Fabric | None, *, silently: bool =
     return fabric.drop_connections(device.address) if silently else fabric.fail_queue_pairs(device.address)
 
 
+def port(device: Device, fabric: Fabric | None, *, up: bool) -> None:
+    if fabric is None:
+        (links.set_up if up else links.set_down)(device.name)
+    elif up:
+        fabric.port_up(device.address)
+    else:
+        fabric.port_down(device.address)
+
+
 def _gid_index(device: str, address: str) -> int:
     """The row of RoCE v2 with this address."""
     wanted = ipaddress.IPv6Address(f"::ffff:{address}")
