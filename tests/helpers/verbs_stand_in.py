@@ -20,8 +20,8 @@ from typing import Final
 from helpers.processes import TESTS
 
 HELPERS: Final = TESTS / "helpers"
-SANITIZE: Final = "RAILRELAY_TEST_SANITIZE"  # "address,undefined" or "thread": how the stand-in is built
-FLAGS: Final = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-pthread")
+SANITIZE: Final = "RAILRELAY_TEST_SANITIZE"  # "address,undefined" or "thread"
+_FLAGS: Final = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
 _LIMIT_S: Final = 10.0
 
 
@@ -36,16 +36,20 @@ def missing() -> str:
     return "needs infiniband/verbs.h: install the Debian package libibverbs-dev" if found.returncode else ""
 
 
-def build(directory: Path, sanitize: str | None = None) -> Path:
+def flags() -> list[str]:
+    """For the compiler. What is built to be sanitized loads only into programs that are."""
+    sanitize = os.environ.get(SANITIZE)
+    return [*_FLAGS, *([f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else [])]
+
+
+def build(directory: Path) -> Path:
     """The directory with the library under the name by which programs look for it."""
-    sanitize = os.environ.get(SANITIZE, "") if sanitize is None else sanitize
-    more = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer"] if sanitize else []
     linked = [
-        *("-shared", "-fPIC", "-Wl,-soname,libibverbs.so.1"),
+        *("-fvisibility=hidden", "-shared", "-fPIC", "-Wl,-soname,libibverbs.so.1"),
         f"-Wl,--version-script={HELPERS / 'ibverbs.map'}",
     ]
     target = directory / "libibverbs.so.1"
-    command = [os.environ.get("CC", "cc"), *FLAGS, *more, *linked, "-o", str(target), str(HELPERS / "ibverbs.c")]
+    command = [os.environ.get("CC", "cc"), *flags(), *linked, "-o", str(target), str(HELPERS / "ibverbs.c")]
     subprocess.run(command, check=True, timeout=120)
     return directory
 
