@@ -1,6 +1,6 @@
 /* What posting and polling cost the rail's thread: the daemon's verbs NIC as it is, over a library that completes all
- * sends at once and moves nothing (RAILRELAY_IBVERBS_NULL). What the NIC calls of a rail is stubs here: slices that are
- * always ready, and a peer that answers them as soon as they are posted. The answers' cost is in the figures.
+ * sends at once and moves nothing (RAILRELAY_IBVERBS_NULL). Of the rail only these are replaced (ld --wrap), by slices that
+ * are always ready, and there is a peer that answers them once they are posted. The answers' cost is in the figures.
  *
  *   bench_post [runs [work requests a run]]      exits 1 if the median of the first case is over the limit
  *   bench_post only N                            the first case, N work requests, nothing measured: for callgrind */
@@ -10,7 +10,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 
 #include "verbs_inside.h"
@@ -38,7 +37,8 @@ static int (*poll_of_library)(struct ibv_cq *cq, int most, struct ibv_wc *wc);
 
 /* ---- the rail ---- */
 
-struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path)
+struct rr_work *__wrap_rr_path_next(struct rr_rail *rail, struct rr_path *path);
+struct rr_work *__wrap_rr_path_next(struct rr_rail *rail, struct rr_path *path)
 {
     (void)rail;
     if (path->class_ || slices_out == SLICES) return NULL;
@@ -48,7 +48,8 @@ struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path)
     return work;
 }
 
-void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
+void __wrap_rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result);
+void __wrap_rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
 {
     (void)rail, (void)work;
     if (result) {
@@ -58,44 +59,34 @@ void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
     slices_out--;
 }
 
-struct rr_path *rr_path_of(struct rr_rail *rail, uint32_t peer, uint32_t remote_rail, uint32_t class_)
+struct rr_path *__wrap_rr_path_of(struct rr_rail *rail, uint32_t peer, uint32_t remote_rail, uint32_t class_);
+struct rr_path *__wrap_rr_path_of(struct rr_rail *rail, uint32_t peer, uint32_t remote_rail, uint32_t class_)
 {
     (void)rail, (void)peer, (void)remote_rail;
     return &paths[class_];
 }
 
-int rr_aborted_by_peer(const struct rr_plane *of, uint32_t peer, uint32_t owner, uint64_t tag)
+int __wrap_rr_aborted_by_peer(const struct rr_plane *of, uint32_t peer, uint32_t owner, uint64_t tag);
+int __wrap_rr_aborted_by_peer(const struct rr_plane *of, uint32_t peer, uint32_t owner, uint64_t tag)
 {
     (void)of, (void)peer, (void)owner, (void)tag;
     return 0;
 }
 
-uint32_t rr_transfer_stopped(const struct rr_client *of, uint32_t transfer, uint32_t generation)
+uint32_t __wrap_rr_transfer_stopped(const struct rr_client *of, uint32_t transfer, uint32_t generation);
+uint32_t __wrap_rr_transfer_stopped(const struct rr_client *of, uint32_t transfer, uint32_t generation)
 {
     (void)of, (void)transfer, (void)generation;
     return 0;
 }
 
-void rr_event_push(struct rr_plane *of, int64_t kind, int64_t rail, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e)
+void __wrap_rr_event_push(struct rr_plane *of, int64_t kind, int64_t rail, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e);
+void __wrap_rr_event_push(struct rr_plane *of, int64_t kind, int64_t rail, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e)
 {
     (void)of, (void)rail, (void)c, (void)d, (void)e;
     fprintf(stderr, "bench_post: event %" PRId64 ": %" PRId64 ", %" PRId64 "\n", kind, a, b);
     exit(2);
 }
-
-int rr_epoll_wait(int epoll_fd, struct epoll_event *events, int max, int64_t timeout_ns)
-{
-    (void)timeout_ns;
-    return epoll_wait(epoll_fd, events, max, 0);
-}
-
-#define NEVER_CALLED(function) __asm__(".globl " #function "\n.set " #function ", never_called")
-void never_called(void);
-void never_called(void) { abort(); }
-NEVER_CALLED(rr_debt_paid);
-NEVER_CALLED(rr_path_queue);
-NEVER_CALLED(rr_rail_command);
-NEVER_CALLED(rr_work_owe);
 
 /* ---- the peer ---- */
 
