@@ -159,7 +159,10 @@ struct stream {
 };
 
 struct queue_pair {
-    struct ibv_qp base;
+    union {
+        struct ibv_qp base;
+        struct ibv_qp_ex extended;
+    };
     struct queue_pair *next;
     struct ibv_qp_attr attributes;
     struct ibv_qp_init_attr created;
@@ -186,6 +189,12 @@ struct queue_pair {
     uint32_t other_rnr_retry;
 
     uint64_t async_taken, async_acknowledged;
+
+    /* between wr_start and wr_complete; the caller's alone */
+    struct ibv_send_wr *built;
+    struct ibv_sge *built_sges; /* [max_send_sge] each */
+    uint32_t built_count;
+    int built_error;
 };
 
 struct domain {
@@ -198,7 +207,7 @@ struct counters {
 };
 
 struct context {
-    struct ibv_context base;
+    struct verbs_context extended;
     struct context *next;
     struct device *device;
     pthread_mutex_t lock;
@@ -225,12 +234,12 @@ static struct {
     int ready, directory, verbose, null;
     double time_scale;
     struct device devices[DEVICES_MAX];
-    int device_count, opened;
+    int device_count, opened, lists;
     struct ibv_device_attr limits;
     uint32_t max_inline;
     enum ibv_mtu mtu;
     struct context *contexts;
-} world = {.lock = PTHREAD_MUTEX_INITIALIZER, .directory = -1, .time_scale = 1};
+} world = {.lock = PTHREAD_MUTEX_INITIALIZER, .directory = -1};
 
 static int64_t now_ns(void)
 {
@@ -268,7 +277,10 @@ static uint32_t other_address(const struct queue_pair *qp)
     return address;
 }
 
-static struct context *context_of(const void *context) { return (struct context *)context; }
+static struct context *context_of(struct ibv_context *context)
+{
+    return (struct context *)(void *)((uint8_t *)context - offsetof(struct context, extended.context));
+}
 
 /* Application threads. The mover lets them go first. */
 static void enter(struct context *context)
@@ -365,6 +377,7 @@ static void read_devices(void)
         if (!address) continue;
         *address++ = 0;
         struct device *device = &world.devices[world.device_count];
+        *device = (struct device){0};
         if (inet_pton(AF_INET, address, &device->address) != 1) continue;
         snprintf(device->dotted, sizeof device->dotted, "%s", address);
         snprintf(device->base.name, sizeof device->base.name, "%s", item);
@@ -380,18 +393,33 @@ static void read_devices(void)
 static int start(void)
 {
     pthread_mutex_lock(&world.lock);
+    world.lists++;
     if (!world.ready) {
         const char *directory = getenv("RAILRELAY_IBVERBS_DIR"), *scale = getenv("RAILRELAY_IBVERBS_TIME_SCALE");
         world.directory = directory ? open(directory, O_PATH | O_DIRECTORY | O_CLOEXEC) : -1;
-        if (scale && *scale) world.time_scale = atof(scale);
+        world.time_scale = scale && *scale ? atof(scale) : 1;
         world.verbose = (int)number("RAILRELAY_IBVERBS_VERBOSE", 0);
         world.null = (int)number("RAILRELAY_IBVERBS_NULL", 0);
         read_limits();
         if (world.directory >= 0) read_devices();
         world.ready = 1;
     }
+    if (world.directory < 0) world.lists--;
+    int found = world.directory >= 0;
     pthread_mutex_unlock(&world.lock);
-    return world.directory >= 0;
+    return found;
+}
+
+/* When no device is open: the next list is read from the environment again. */
+static void forget(void)
+{
+    pthread_mutex_lock(&world.lock);
+    if (!world.contexts && !world.lists && world.ready) {
+        if (world.directory >= 0) close(world.directory);
+        world.directory = -1;
+        world.ready = world.device_count = 0;
+    }
+    pthread_mutex_unlock(&world.lock);
 }
 
 /* Through the descriptor: the directory's name may be longer than a socket's may be. */
@@ -466,7 +494,7 @@ static void raise_async(struct context *context, enum ibv_event_type type, void 
         node.async.element.port_num = 1;
     else
         node.async.element.qp = element;
-    add_event(&context->async, context->base.async_fd, node);
+    add_event(&context->async, context->extended.context.async_fd, node);
 }
 
 /* ---- completions ---- */
@@ -1443,7 +1471,15 @@ EXPORTED struct ibv_device **ibv_get_device_list(int *count)
     return list;
 }
 
-EXPORTED void ibv_free_device_list(struct ibv_device **list) { free(list); }
+EXPORTED void ibv_free_device_list(struct ibv_device **list)
+{
+    free(list);
+    pthread_mutex_lock(&world.lock);
+    world.lists--;
+    pthread_mutex_unlock(&world.lock);
+    forget();
+}
+
 EXPORTED const char *ibv_get_device_name(struct ibv_device *device) { return device->name; }
 EXPORTED int ibv_get_device_index(struct ibv_device *device) { return (int)((struct device *)device - world.devices); }
 EXPORTED int ibv_fork_init(void) { return 0; }
@@ -1460,6 +1496,7 @@ static int post_send(struct ibv_qp *base, struct ibv_send_wr *wr, struct ibv_sen
 static int post_recv(struct ibv_qp *base, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad);
 static int poll_cq(struct ibv_cq *base, int count, struct ibv_wc *wc);
 static int req_notify_cq(struct ibv_cq *base, int solicited_only);
+static struct ibv_qp *create_qp_ex(struct ibv_context *base, struct ibv_qp_init_attr_ex *wanted);
 
 static int start_mover(struct context *context)
 {
@@ -1479,16 +1516,19 @@ EXPORTED struct ibv_context *ibv_open_device(struct ibv_device *base)
     struct context *context = zeroed(1, sizeof *context);
     struct device *device = (struct device *)base;
     context->device = device;
-    context->base.device = base;
-    context->base.ops.post_send = world.null ? null_post_send : post_send;
-    context->base.ops.post_recv = world.null ? null_post_recv : post_recv;
-    context->base.ops.poll_cq = world.null ? null_poll_cq : poll_cq;
-    context->base.ops.req_notify_cq = req_notify_cq;
-    context->base.cmd_fd = -1;
-    context->base.num_comp_vectors = 1;
-    context->base.async_fd = eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE);
+    context->extended.context.device = base;
+    context->extended.context.ops.post_send = world.null ? null_post_send : post_send;
+    context->extended.context.ops.post_recv = world.null ? null_post_recv : post_recv;
+    context->extended.context.ops.poll_cq = world.null ? null_poll_cq : poll_cq;
+    context->extended.context.ops.req_notify_cq = req_notify_cq;
+    context->extended.context.abi_compat = __VERBS_ABI_IS_EXTENDED;
+    context->extended.sz = sizeof context->extended;
+    context->extended.create_qp_ex = create_qp_ex;
+    context->extended.context.cmd_fd = -1;
+    context->extended.context.num_comp_vectors = 1;
+    context->extended.context.async_fd = eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE);
     context->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    pthread_mutex_init(&context->base.mutex, NULL);
+    pthread_mutex_init(&context->extended.context.mutex, NULL);
     pthread_mutex_init(&context->lock, NULL);
     pthread_cond_init(&context->changed, NULL);
     pthread_mutex_lock(&world.lock);
@@ -1503,13 +1543,13 @@ EXPORTED struct ibv_context *ibv_open_device(struct ibv_device *base)
     struct event_node *at_start;
     while ((at_start = take_event(&context->async))) { /* a port that is down from the start is no event */
         eventfd_t count;
-        eventfd_read(context->base.async_fd, &count);
+        eventfd_read(context->extended.context.async_fd, &count);
         free(at_start);
     }
-    if (context->control_fd < 0 || context->base.async_fd < 0 || context->wake_fd < 0 || (errno = start_mover(context))) {
+    if (context->control_fd < 0 || context->extended.context.async_fd < 0 || context->wake_fd < 0 || (errno = start_mover(context))) {
         int error = errno;
         close(context->control_fd);
-        close(context->base.async_fd);
+        close(context->extended.context.async_fd);
         close(context->wake_fd);
         free(context);
         errno = error;
@@ -1519,7 +1559,7 @@ EXPORTED struct ibv_context *ibv_open_device(struct ibv_device *base)
     context->next = world.contexts;
     world.contexts = context;
     pthread_mutex_unlock(&world.lock);
-    return &context->base;
+    return &context->extended.context;
 }
 
 EXPORTED int ibv_close_device(struct ibv_context *base)
@@ -1545,12 +1585,13 @@ EXPORTED int ibv_close_device(struct ibv_context *base)
     close(context->control_fd);
     unlinkat(world.directory, context->control_name, 0);
     close(context->wake_fd);
-    close(context->base.async_fd);
+    close(context->extended.context.async_fd);
     for (struct event_node *node; (node = take_event(&context->async));) free(node);
     if (left)
         say("ibverbs stand-in: %s is closed before what was made on it", context->device->base.name);
     else
         free(context); /* else the objects still point to it */
+    forget();
     return 0;
 }
 
@@ -1933,7 +1974,7 @@ EXPORTED int ibv_destroy_cq(struct ibv_cq *base)
         drop_events(&((struct channel *)base->channel)->events, base->channel->fd, cq);
         base->channel->refcnt--;
     }
-    drop_events(&context->async, context->base.async_fd, cq);
+    drop_events(&context->async, context->extended.context.async_fd, cq);
     while (cq->events_taken != cq->events_acknowledged || cq->async_taken != cq->async_acknowledged) wait_for_change(context);
     leave(context);
     free(cq->ring);
@@ -2057,7 +2098,7 @@ EXPORTED int ibv_destroy_qp(struct ibv_qp *base)
     send_cq->queue_pairs--;
     recv_cq->queue_pairs--;
     ((struct domain *)base->pd)->users--;
-    drop_events(&context->async, context->base.async_fd, base);
+    drop_events(&context->async, context->extended.context.async_fd, base);
     while (qp->async_taken != qp->async_acknowledged) wait_for_change(context);
     leave(context);
     for (uint32_t i = 0; i < qp->created.cap.max_send_wr; i++) {
@@ -2067,6 +2108,8 @@ EXPORTED int ibv_destroy_qp(struct ibv_qp *base)
     for (uint32_t i = 0; i < qp->created.cap.max_recv_wr; i++) free(qp->receives[i].sges);
     free(qp->sends);
     free(qp->receives);
+    free(qp->built);
+    free(qp->built_sges);
     free(qp);
     return 0;
 }
@@ -2271,6 +2314,107 @@ static int post_recv(struct ibv_qp *base, struct ibv_recv_wr *wr, struct ibv_rec
     return error;
 }
 
+/* ---- work requests by calls: collected, and posted by wr_complete ---- */
+
+static struct queue_pair *queue_pair_of(struct ibv_qp_ex *qp) { return (struct queue_pair *)qp; }
+
+static void wr_start(struct ibv_qp_ex *base)
+{
+    struct queue_pair *qp = queue_pair_of(base);
+    qp->built_count = 0;
+    qp->built_error = 0;
+}
+
+static void build(struct ibv_qp_ex *base, enum ibv_wr_opcode opcode, uint32_t rkey, uint64_t address, __be32 imm)
+{
+    struct queue_pair *qp = queue_pair_of(base);
+    if (qp->built_count == qp->created.cap.max_send_wr) {
+        qp->built_error = ENOMEM;
+        return;
+    }
+    struct ibv_send_wr *wr = &qp->built[qp->built_count];
+    *wr = (struct ibv_send_wr){.wr_id = base->wr_id, .opcode = opcode, .send_flags = base->wr_flags, .imm_data = imm};
+    wr->wr.rdma.remote_addr = address;
+    wr->wr.rdma.rkey = rkey;
+    wr->sg_list = &qp->built_sges[qp->built_count * qp->created.cap.max_send_sge];
+    if (qp->built_count) wr[-1].next = wr;
+    qp->built_count++;
+}
+
+static void wr_rdma_write(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t address) { build(qp, IBV_WR_RDMA_WRITE, rkey, address, 0); }
+static void wr_rdma_read(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t address) { build(qp, IBV_WR_RDMA_READ, rkey, address, 0); }
+static void wr_send(struct ibv_qp_ex *qp) { build(qp, IBV_WR_SEND, 0, 0, 0); }
+static void wr_send_imm(struct ibv_qp_ex *qp, __be32 imm) { build(qp, IBV_WR_SEND_WITH_IMM, 0, 0, imm); }
+
+static void wr_rdma_write_imm(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t address, __be32 imm)
+{
+    build(qp, IBV_WR_RDMA_WRITE_WITH_IMM, rkey, address, imm);
+}
+
+static void wr_set_sge_list(struct ibv_qp_ex *base, size_t count, const struct ibv_sge *list)
+{
+    struct queue_pair *qp = queue_pair_of(base);
+    if (qp->built_error || !qp->built_count) return;
+    if (count > qp->created.cap.max_send_sge) {
+        qp->built_error = EINVAL;
+        return;
+    }
+    struct ibv_send_wr *wr = &qp->built[qp->built_count - 1];
+    wr->num_sge = (int)count;
+    if (count) memcpy(wr->sg_list, list, count * sizeof *list);
+}
+
+static void wr_set_sge(struct ibv_qp_ex *base, uint32_t lkey, uint64_t address, uint32_t bytes)
+{
+    struct ibv_sge piece = {address, bytes, lkey};
+    wr_set_sge_list(base, 1, &piece);
+}
+
+/* All or nothing. */
+static int wr_complete(struct ibv_qp_ex *base)
+{
+    struct queue_pair *qp = queue_pair_of(base);
+    struct context *context = context_of(base->qp_base.context);
+    struct ibv_send_wr *bad;
+    if (qp->built_error || !qp->built_count) return qp->built_error;
+    enter(context);
+    int is_full = qp->posted + qp->built_count - qp->reaped > qp->created.cap.max_send_wr;
+    leave(context);
+    return is_full ? ENOMEM : ibv_post_send(&qp->base, qp->built, &bad);
+}
+
+static struct ibv_qp *create_qp_ex(struct ibv_context *base, struct ibv_qp_init_attr_ex *wanted)
+{
+    const uint64_t known = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_SEND |
+                           IBV_QP_EX_WITH_SEND_WITH_IMM | IBV_QP_EX_WITH_RDMA_READ;
+    int has_operations = (wanted->comp_mask & IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) != 0;
+    (void)base;
+    if (wanted->comp_mask & ~(uint32_t)(IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) || !(wanted->comp_mask & IBV_QP_INIT_ATTR_PD) ||
+        (has_operations && wanted->send_ops_flags & ~known)) {
+        errno = EOPNOTSUPP;
+        return NULL;
+    }
+    struct queue_pair *qp = (struct queue_pair *)ibv_create_qp(wanted->pd, (struct ibv_qp_init_attr *)wanted);
+    if (!qp || !has_operations) return qp ? &qp->base : NULL;
+    qp->built = zeroed(wanted->cap.max_send_wr, sizeof *qp->built);
+    qp->built_sges = zeroed((size_t)wanted->cap.max_send_wr * wanted->cap.max_send_sge, sizeof *qp->built_sges);
+    qp->extended.wr_start = qp->extended.wr_abort = wr_start;
+    qp->extended.wr_complete = wr_complete;
+    qp->extended.wr_rdma_write = wr_rdma_write;
+    qp->extended.wr_rdma_write_imm = wr_rdma_write_imm;
+    qp->extended.wr_rdma_read = wr_rdma_read;
+    qp->extended.wr_send = wr_send;
+    qp->extended.wr_send_imm = wr_send_imm;
+    qp->extended.wr_set_sge = wr_set_sge;
+    qp->extended.wr_set_sge_list = wr_set_sge_list;
+    return &qp->base;
+}
+
+EXPORTED struct ibv_qp_ex *ibv_qp_to_qp_ex(struct ibv_qp *qp)
+{
+    return ((struct queue_pair *)qp)->built ? &((struct queue_pair *)qp)->extended : NULL;
+}
+
 /* ---- the null library: only the caller's own cost is left ---- */
 
 static int null_post_send(struct ibv_qp *base, struct ibv_send_wr *wr, struct ibv_send_wr **bad)
@@ -2388,7 +2532,6 @@ MISSING(ibv_import_dm, ibv_missing);
 MISSING(ibv_import_mr, ibv_missing);
 MISSING(ibv_import_pd, ibv_missing);
 MISSING(ibv_modify_srq, ibv_missing_int);
-MISSING(ibv_qp_to_qp_ex, ibv_missing);
 MISSING(ibv_query_ece, ibv_missing_int);
 MISSING(ibv_query_qp_data_in_order, ibv_missing_int);
 MISSING(ibv_query_srq, ibv_missing_int);

@@ -2,6 +2,7 @@
  * "errno <number>". Linked to libibverbs, so that the same orders run on the stand-in and on real devices.
  *
  *   open DEVICE                              -> ok GID MTU            memory BYTES RIGHTS       -> ok INDEX ADDRESS RKEY
+ *   exported BYTES RIGHTS ADDRESS            the same, from a descriptor, for peers at that address
  *   queue SEND_WR RECV_WR CQE SGES INLINE    -> ok INDEX NUMBER       connect QP NUMBER GID MTU TIMEOUT RETRY RNR
  *   modify QP STATE MASK                     (attributes of the last connect)
  *   fill MEMORY OFFSET BYTES SEED            sum MEMORY OFFSET BYTES  -> ok SUM
@@ -37,6 +38,7 @@ static int gid_index = -1;
 static struct {
     struct ibv_mr *mr;
     uint8_t *bytes;
+    uint64_t address;
 } memories[MOST];
 static struct {
     struct ibv_qp *qp;
@@ -74,8 +76,7 @@ static struct ibv_sge piece(void)
     uint64_t memory = word(), offset = word(), bytes = word();
     struct ibv_mr *mr = memories[memory % WRONG_KEY].mr;
     uint32_t key = mr ? mr->lkey : 0x7fffff00; /* of deregistered memory: one that never was */
-    uint8_t *base = memories[memory % WRONG_KEY].bytes;
-    return (struct ibv_sge){(uint64_t)(uintptr_t)base + offset, (uint32_t)bytes, memory >= WRONG_KEY ? key ^ 0x5500 : key};
+    return (struct ibv_sge){memories[memory % WRONG_KEY].address + offset, (uint32_t)bytes, memory >= WRONG_KEY ? key ^ 0x5500 : key};
 }
 
 static int find_gid(void)
@@ -110,20 +111,26 @@ static void open_device(void)
     printf("ok %s %d\n", name_of_gid, (int)port.active_mtu);
 }
 
-static void add_memory(void)
+static void add_memory(int is_exported)
 {
     uint64_t bytes = word();
     unsigned rights = (unsigned)word();
-    uint8_t *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    struct ibv_mr *mr = ibv_reg_mr(domain, at, bytes, rights);
+    int fd = memfd_create("end", 0);
+    if (fd < 0 || ftruncate(fd, (off_t)bytes)) abort();
+    uint8_t *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    uint64_t address = is_exported ? word() : (uint64_t)(uintptr_t)at;
+    struct ibv_mr *mr = is_exported ? ibv_reg_dmabuf_mr(domain, 0, bytes, address, fd, (int)rights) : ibv_reg_mr(domain, at, bytes, rights);
+    int error = errno;
+    close(fd);
     if (!mr) {
-        answer(errno);
+        answer(error);
         munmap(at, bytes);
         return;
     }
     memories[memory_count].mr = mr;
     memories[memory_count].bytes = at;
-    printf("ok %d %" PRIu64 " %u\n", memory_count++, (uint64_t)(uintptr_t)at, mr->rkey);
+    memories[memory_count].address = address;
+    printf("ok %d %" PRIu64 " %u\n", memory_count++, address, mr->rkey);
 }
 
 static void add_queue(void)
@@ -323,7 +330,8 @@ static void obey(const char *order)
     struct ibv_qp_init_attr created;
     struct ibv_port_attr port;
     if (!strcmp(order, "open")) return open_device();
-    if (!strcmp(order, "memory")) return add_memory();
+    if (!strcmp(order, "memory")) return add_memory(0);
+    if (!strcmp(order, "exported")) return add_memory(1);
     if (!strcmp(order, "queue")) return add_queue();
     if (!strcmp(order, "connect")) return connect_queue();
     if (!strcmp(order, "work")) return add_work();

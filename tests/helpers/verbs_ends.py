@@ -144,6 +144,11 @@ class End:
             self.fill(made, seed)
         return made
 
+    def exported(self, nbytes: int, address: int, rights: int = ALL_RIGHTS) -> Memory:
+        """Registered from a descriptor (dma-buf), at an address that means nothing to the process."""
+        index, address, rkey = map(int, self.ask("exported", nbytes, rights, address))
+        return Memory(index, address, rkey, nbytes)
+
     def queue(self, sends: int = 128, receives: int = 64, entries: int = 512, sges: int = 4, inline: int = 64) -> Queue:
         index, number = map(int, self.ask("queue", sends, receives, entries, sges, inline))
         return Queue(index, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -544,6 +545,47 @@ def test_registration_can_be_made_to_fail(ends: Pair, fabric: Fabric) -> None:
     ends.near.memory(8192)
     with pytest.raises(VerbsError):
         ends.near.memory(4096)
+
+
+def test_exported_memory_is_reached_at_its_own_address(ends: Pair, fabric: Fabric) -> None:
+    with pytest.raises(VerbsError) as refused:
+        ends.far.exported(BLOCK, 0x5000_0000_0001)
+    assert refused.value.errno == errno.EINVAL  # not the descriptor's place in its page
+    target = ends.far.exported(BLOCK, 0x5000_0000_0000)
+    ends.near.post(ends.sender, Work([ends.source.piece(0, 1000)], target.address + 64, target.rkey))
+    assert ends.statuses(1) == [(0, "SUCCESS")]
+    assert ends.far.sum(target, 64, 1000) == ends.near.sum(ends.source, 0, 1000)
+    fabric.fail_dmabuf_registration(SECOND)
+    with pytest.raises(VerbsError) as refused:
+        ends.far.exported(BLOCK, 0x5000_0000_0000)
+    assert refused.value.errno == errno.EOPNOTSUPP
+
+
+def test_holds_under_traffic_both_ways_lose_and_change_nothing(ends: Pair, fabric: Fabric) -> None:
+    back, into = ends.far.memory(BLOCKS * BLOCK, seed=3), ends.near.memory(BLOCKS * BLOCK)
+    queues = [ends.connected() for _ in range(4)]
+    dice = random.Random(7)
+    for turn in range(12):
+        address = dice.choice([FIRST, SECOND])
+        if turn % 2:
+            fabric.hold(address)
+        for block, (near, far) in enumerate(queues):
+            at = block * BLOCK
+            there = Work([back.piece(at, BLOCK)], into.address + at, into.rkey, Operation.WRITE_IMM, id=block)
+            ends.near.receive(near, id=90)
+            ends.far.receive(far, id=91)
+            ends.far.post(far, there)
+            ends.near.post(near, ends.write(block, operation=Operation.WRITE_IMM))
+        fabric.release(address)
+        for block, (near, far) in enumerate(queues):
+            assert sorted(done.short for done in ends.near.poll(near, 2)) == [(block, "SUCCESS"), (90, "SUCCESS")]
+            assert sorted(done.short for done in ends.far.poll(far, 2)) == [(block, "SUCCESS"), (91, "SUCCESS")]
+        assert ends.arrived(0, len(queues))
+        assert ends.near.sum(into, 0, len(queues) * BLOCK) == ends.far.sum(back, 0, len(queues) * BLOCK)
+        ends.near.fill(ends.source, 100 + turn)
+        ends.far.fill(back, 200 + turn)
+    assert not fabric.counts(FIRST)["rnr"]
+    assert not fabric.counts(SECOND)["rnr"]
 
 
 def test_a_rate_is_kept(ends: Pair, fabric: Fabric) -> None:
