@@ -2,7 +2,8 @@
  * an RDMA NIC. It keeps to what verbs promise and to nothing more, so that tests find what relies on luck: a thread
  * for each open device reads the source and places bytes some time after post_send has returned, up to the moment at
  * which a queue pair has flushed; keys, ranges and rights are checked at each use; completions that nobody polled keep
- * their place in the queues; packets on their way survive their sender.
+ * their place in the queues; packets on their way survive their sender. Unlike a NIC, it stands still while its process
+ * is stopped.
  *
  * A requester's packets and their answers travel on a Unix socket, one for each direction of a pair of queue pairs. A
  * queue pair listens as qp-<address>-<number> in the directory that all processes share. What the socket has taken is
@@ -57,11 +58,13 @@
 #define GIDS 4 /* as on a NIC of two protocols: link-local v1 and v2, address v1 and v2 */
 #define GIDS_ROCE_V2 3
 #define MAGIC 0x52524942u
+#define UNDEFINED 0x5252 /* fields that say nothing */
 
 /* ---- packets ---- */
 
 enum kind { HELLO = 1, HELLO_TAKEN, REQUEST, ACKNOWLEDGE, READ_RESPONSE };
 enum { FIRST = 1, LAST = 2, SOLICITED = 4 };
+enum { HELD_TO = 1, HELD_FROM = 2 };
 
 struct packet {
     uint32_t magic, kind, flags, opcode;
@@ -82,7 +85,7 @@ struct device {
 
 struct fault {
     uint32_t address;
-    int held, down;
+    int held, down; /* held: HELD_ bits */
     int registration, dmabuf, relaxed; /* errno */
     uint64_t bytes_per_s, memory_limit;
 };
@@ -527,7 +530,8 @@ static void complete(struct context *context, struct queue_pair *qp, struct ibv_
     uint32_t count = atomic_load_explicit(&cq->count, memory_order_relaxed);
     wc.qp_num = qp->base.qp_num;
     if (wc.status != IBV_WC_SUCCESS) {
-        wc.vendor_err = 0x52;
+        wc.opcode = (enum ibv_wc_opcode)UNDEFINED;
+        wc.byte_len = wc.vendor_err = UNDEFINED;
         solicited = 1;
     }
     if (cq->overrun || count == (uint32_t)cq->base.cqe) {
@@ -680,10 +684,18 @@ static void read_faults(struct context *context)
     context->down = down;
 }
 
+/* Packets that come here from there. */
 static int is_held(struct context *context, uint32_t other)
 {
     const struct fault *here = fault_of(context, context->device->address), *there = fault_of(context, other);
-    return here->held || here->down || there->held || there->down;
+    return here->held & HELD_TO || there->held & HELD_FROM || here->down || there->down;
+}
+
+/* Packets of either direction. */
+static int is_cut(struct context *context, uint32_t other)
+{
+    const struct fault *here = fault_of(context, context->device->address), *there = fault_of(context, other);
+    return here->held || there->held || here->down || there->down;
 }
 
 /* ---- the mover: streams ---- */
@@ -962,7 +974,7 @@ static int64_t patience_ns(const struct queue_pair *qp)
 /* Retries are counted as time, and only while no packet could get through: a slow machine loses no connection. */
 static int64_t watch_retries(struct context *context, struct queue_pair *qp)
 {
-    int through = qp->requester.fd >= 0 && qp->requester.taken && !is_held(context, qp->requester.other);
+    int through = qp->requester.fd >= 0 && qp->requester.taken && !is_cut(context, qp->requester.other);
     if (qp->done == qp->posted || through) {
         qp->broken_since_ns = 0;
         return INT64_MAX;

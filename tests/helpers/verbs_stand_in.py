@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from helpers.processes import TESTS
 
@@ -23,6 +23,9 @@ HELPERS: Final = TESTS / "helpers"
 SANITIZE: Final = "RAILRELAY_TEST_SANITIZE"  # "address,undefined" or "thread"
 _FLAGS: Final = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-pthread")
 _LIMIT_S: Final = 10.0
+
+Direction = Literal["to", "from", "both"]
+_HELD: Final[Mapping[Direction, int]] = {"to": 1, "from": 2, "both": 3}
 
 
 def missing() -> str:
@@ -114,23 +117,24 @@ class Fabric:
 
     # ---- faults that last ----
 
-    def hold(self, address: str) -> None:
-        """No packet from or to the device arrives. What is on its way by then, or is sent meanwhile, arrives later."""
-        self._set(address, "held", 1)
+    def hold(self, address: str, direction: Direction = "both") -> None:
+        """No packet arrives that goes "to" the device, comes "from" it, or either. What is on its way by then, or is
+        sent meanwhile, arrives later. Held answers: bytes are placed, and the sender does not learn it."""
+        self._set(address, "held", _HELD[direction])
 
     def release(self, address: str) -> None:
         self._set(address, "held", 0)
 
     @contextlib.contextmanager
-    def held(self, address: str) -> Iterator[None]:
-        self.hold(address)
+    def held(self, address: str, direction: Direction = "both") -> Iterator[None]:
+        self.hold(address, direction)
         try:
             yield
         finally:
             self.release(address)
 
     def port_down(self, address: str) -> None:
-        """As ``hold``; the device's processes get a port event, and no queue pair connects."""
+        """As ``hold``, and the device's processes get a port event, and no queue pair connects."""
         self._set(address, "down", 1)
 
     def port_up(self, address: str) -> None:

@@ -428,6 +428,16 @@ def test_held_packets_arrive_later_even_without_their_sender(ends: Pair, fabric:
     until(ends.arrived, "the block is placed")
 
 
+def test_a_sender_whose_answers_are_held_does_not_learn_what_was_placed(ends: Pair, fabric: Fabric) -> None:
+    near, far = ends.connected(timeout=14, retries=1)
+    ends.far.receive(far, id=1)
+    with fabric.held(FIRST, "to"):
+        ends.near.post(near, ends.write(flags=0), ends.imm())
+        assert ends.far.poll(far)[0].short == (1, "SUCCESS")
+        assert ends.arrived()
+        assert [done.short for done in ends.near.poll(near, 2)] == [(0, "RETRY_EXC_ERR"), (9, "WR_FLUSH_ERR")]
+
+
 def test_held_packets_do_not_pass_a_fence(ends: Pair, fabric: Fabric) -> None:
     with fabric.held(SECOND):
         ends.near.post(ends.sender, ends.write())
