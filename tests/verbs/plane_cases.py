@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from helpers.verbs_plane import ROUTE, SLOT_BYTES, TABLE_ENTRIES, Block, Node, connect, endpoint_facts, export, fence
+from helpers.verbs_plane import DEVICES, REAL, ROUTE, SLOT_BYTES, TABLE_ENTRIES, Block, Node, connect, endpoint_facts, export, fence
 from helpers.verbs_stand_in import Fabric
 from railrelay.client.errors import Result
 from railrelay.daemon import plane
@@ -28,10 +28,15 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+def stand_in_case(function: Callable[[], None]) -> Callable[[], None]:
+    """One that orders faults of the stand-in."""
+    return case(function)
+
+
 def pair(rails: int = 1, nbytes: int = 8 << 20, **options: object) -> tuple[Node, Node, int]:
     """(sender, receiver, remote): region 0 of each; the receiver's is handle 1."""
-    a = Node([f"stub{rail}" for rail in range(rails)], **options)
-    b = Node([f"stub{rails + rail}" for rail in range(rails)], **options)
+    a = Node(DEVICES[:rails], **options)
+    b = Node(DEVICES[rails : 2 * rails], **options)
     a.region(nbytes)
     b.region(nbytes)
     export(b, 0, 1, nbytes)
@@ -141,7 +146,8 @@ def more_runs_than_the_send_queue_holds() -> None:
         transfers.append(a.relay(parts))
     assert all(a.result(transfer) is Result.OK for transfer in transfers)
     assert b.regions[0].view[:] == bytes(expected)
-    assert fabric().counts(A0)["queue_full"] == 0
+    if not REAL:
+        assert fabric().counts(A0)["queue_full"] == 0
     close(a, b)
 
 
@@ -150,17 +156,17 @@ def thousands_of_small_frames_never_find_a_receiver_without_a_receive() -> None:
     a, b, remote = pair()
     content = fill(a)
     connect(a, b)
-    blocks = [(i * 64, ((i * 7919) % 131072) * 64, 64, 0, remote) for i in range(5000)]
+    blocks = [(i * 64, ((i * 7919) % 131072) * 64, 64, 0, remote) for i in range(600 if REAL else 5000)]
     transfer = a.direct(blocks)
-    assert a.result(transfer, limit_s=60) is Result.OK
+    assert a.result(transfer, limit_s=300) is Result.OK
     check(b, content, blocks)
-    for address in (A0, B0):
+    for address in () if REAL else (A0, B0):
         counts = fabric().counts(address)
         assert counts["rnr"] == counts["overruns"] == counts["queue_full"] == 0
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_failed_queue_pair_loses_nothing() -> None:
     a, b, remote = pair()
     content, verbs = fill(a), fabric()
@@ -186,7 +192,7 @@ def a_failed_queue_pair_loses_nothing() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def bytes_held_back_on_the_way_never_land_after_the_fence() -> None:
     a, b, remote = pair()
     content, verbs = fill(a), fabric()
@@ -235,7 +241,7 @@ def a_wrong_key_ends_the_connection_and_nothing_else() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_peer_that_does_not_answer_is_lost_in_time() -> None:
     a, b, remote = pair()
     fill(a)
@@ -251,7 +257,7 @@ def a_peer_that_does_not_answer_is_lost_in_time() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_region_that_is_withdrawn_is_drained_and_then_refused() -> None:
     a, b, remote = pair()
     fill(a)
@@ -309,7 +315,7 @@ def what_a_peer_has_aborted_is_not_posted() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_rail_is_served_through_the_device_of_another() -> None:
     a, b, remote = pair(rails=2)
     a.lease()
@@ -342,7 +348,7 @@ def a_rail_is_served_through_the_device_of_another() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_probe_of_a_dead_route_fails() -> None:
     a, b, _ = pair()
     probe, facts = endpoint_facts(a, 0, 0, sending=True)
@@ -358,7 +364,7 @@ def a_probe_of_a_dead_route_fails() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_client_that_leaves_does_not_wait_for_answers_but_for_its_memory() -> None:
     a, b, remote = pair()
     fill(a)
@@ -376,7 +382,7 @@ def a_client_that_leaves_does_not_wait_for_answers_but_for_its_memory() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_peer_that_is_dropped_ends_what_is_posted() -> None:
     a, b, remote = pair()
     fill(a)
@@ -390,7 +396,7 @@ def a_peer_that_is_dropped_ends_what_is_posted() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def express_goes_before_bulk_on_one_connection() -> None:
     a, b, remote = pair(nbytes=64 << 20)
     fabric().limit_rate(A0, 60 << 20)
@@ -482,7 +488,7 @@ def what_waits_for_bounce_memory_can_be_cancelled_and_aborted() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_connection_that_is_lost_with_frames_in_bounce_memory_loses_none() -> None:
     a, b, _, private = private_pair()
     content = fill(a)
@@ -508,7 +514,7 @@ def a_connection_that_is_lost_with_frames_in_bounce_memory_loses_none() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def frames_are_answered_only_after_a_read_behind_them() -> None:
     a, b, remote = pair(flush="always")
     content, verbs = fill(a), fabric()
@@ -533,7 +539,7 @@ def frames_are_answered_only_after_a_read_behind_them() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def a_fence_waits_for_the_read_too() -> None:
     a, b, remote = pair(flush="always")
     content, verbs = fill(a), fabric()
@@ -551,7 +557,7 @@ def a_fence_waits_for_the_read_too() -> None:
     close(a, b)
 
 
-@case
+@stand_in_case
 def what_is_wrong_with_a_rail_is_said() -> None:
     for device, options, said in (
         ("none0", {}, "not among the 4 RDMA devices"),

@@ -1,4 +1,5 @@
-"""The verbs NIC between two data planes of one process, on the stand-in for libibverbs."""
+"""The verbs NIC between two data planes of one process: on the stand-in for libibverbs, or on real devices as in the virtual
+machine of tests/vm."""
 
 from __future__ import annotations
 
@@ -9,24 +10,27 @@ import pytest
 
 from helpers import processes, verbs_stand_in
 from helpers.processes import TESTS
+from helpers.verbs_plane import REAL
 
 SCRIPT = TESTS / "verbs" / "plane_cases.py"
 ADDRESSES = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"]
+LACK = "" if REAL else verbs_stand_in.missing()
 
-pytestmark = pytest.mark.skipif(bool(verbs_stand_in.missing()), reason=verbs_stand_in.missing() or "there")
+pytestmark = pytest.mark.skipif(bool(LACK), reason=LACK or "there")
 
 
 def cases() -> list[str]:
-    tree = ast.parse(SCRIPT.read_text())
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    wanted = {"case"} if REAL else {"case", "stand_in_case"}
+    found = [node for node in ast.parse(SCRIPT.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return [one.name for one in found if any(isinstance(mark, ast.Name) and mark.id in wanted for mark in one.decorator_list)]
 
 
 @pytest.mark.parametrize("name", cases())
 def test_verbs_nic(name: str, tmp_path: Path) -> None:
-    fabric = verbs_stand_in.Fabric(tmp_path / "fabric")
-    log = tmp_path / "log"
-    process = processes.start([str(SCRIPT), name], log=log, environment=fabric.environment(ADDRESSES))
+    environment = {} if REAL else verbs_stand_in.Fabric(tmp_path / "fabric").environment(ADDRESSES)
+    log, limit_s = tmp_path / "log", 600 if REAL else processes.LIMIT_S
+    process = processes.start([str(SCRIPT), name], log=log, limit_s=limit_s, environment=environment)
     try:
-        assert process.wait(timeout=processes.LIMIT_S) == 0, log.read_text()[-8000:]
+        assert process.wait(timeout=limit_s) == 0, log.read_text()[-8000:]
     finally:
         processes.end(process)
