@@ -63,6 +63,8 @@ class DataPlane:
     # take no GIL while they wait and may be called on worker threads.
     def verbs_facts(self, rail: int) -> dict[str, Any]:
         """gid (bytes), lid, mtu (bytes), up, ethernet, max_sge, max_qp_wr, max_cqe, max_mr_size; as of now."""
+    def queue_pairs(self, rail: int) -> int:
+        """How many there are on the rail's device, of all rails, senders and receivers."""
     def register_memory(
         self,
         through: int,

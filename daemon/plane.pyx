@@ -140,6 +140,7 @@ cdef extern from "verbs_nic.h" nogil:
         uint8_t gid[16]
         uint32_t qpn, psn, lid, mtu_bytes, remote_through, timeout, retry_count, rnr_retry, min_rnr_timer, traffic_class, service_level
     int rr_read_verbs_facts "rr_verbs_facts"(rr_plane *, uint32_t rail, rr_verbs_facts *out)
+    int rr_verbs_queue_pairs(rr_plane *, uint32_t rail)
     int rr_verbs_register(rr_plane *, uint32_t through, uint64_t address, uint64_t nbytes, int dmabuf_fd, uint64_t dmabuf_offset,
                           rr_verbs_use use, rr_verbs_key *out)
     int rr_verbs_set_flush(rr_plane *, uint32_t rail, uint32_t through, const rr_verbs_target *targets, uint32_t count, char *error)
@@ -253,6 +254,9 @@ cdef class DataPlane:
             "ethernet": bool(facts.ethernet), "max_sge": facts.max_sge, "max_qp_wr": facts.max_qp_wr, "max_cqe": facts.max_cqe,
             "max_mr_size": facts.max_mr_bytes,
         }
+
+    def queue_pairs(self, uint32_t rail):
+        return check(rr_verbs_queue_pairs(self.plane, rail))
 
     def register_memory(self, uint32_t through, uint64_t address, uint64_t nbytes, *, int dmabuf_fd=-1, uint64_t dmabuf_offset=0,
                         bint flush=False):

@@ -117,6 +117,18 @@ int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts 
     return 0;
 }
 
+int rr_verbs_queue_pairs(struct rr_plane *plane, uint32_t rail)
+{
+    struct verbs_nic *nic = nic_of(plane, rail);
+    if (!nic) return -ENOENT;
+    struct rr_verbs *state = plane->verbs;
+    int count = 0;
+    pthread_mutex_lock(&state->lock);
+    for (uint32_t i = 0; i < ENDPOINTS_MAX; i++) count += state->endpoints[i] && state->endpoints[i]->port->device == nic->device;
+    pthread_mutex_unlock(&state->lock);
+    return count;
+}
+
 /* ---- registrations ---- */
 
 int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
@@ -588,18 +600,19 @@ int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, 
     return 0;
 }
 
-/* The rail's thread: from now on nobody else uses it. NULL: not there, not connected, or dropped. */
-struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint)
+/* The rail's thread: from now on nobody else uses it. NULL: not there, not connected, or dropped; it is now. */
+struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint, int sending)
 {
     struct rr_plane *plane = nic->base.rail->plane;
     pthread_mutex_lock(&plane->verbs->lock);
     struct rr_connection *c = by_id(plane, endpoint);
-    if (c && (c->nic != nic || c->role != NEW || c->state != OPEN || c->doomed)) c = NULL;
+    if (c && (c->nic != nic || c->role != NEW || c->state != OPEN || c->sending != sending || c->doomed)) c = NULL;
     if (c) {
         c->next = nic->connections;
         nic->connections = c;
     }
     pthread_mutex_unlock(&plane->verbs->lock);
+    if (!c) rr_verbs_drop_endpoint(plane, endpoint);
     return c;
 }
 

@@ -217,7 +217,7 @@ static inline uint64_t send_wr_id(const struct rr_connection *c, uint64_t positi
 /* verbs_endpoint.c; the rail's thread */
 struct rr_verbs *verbs_state(struct rr_plane *plane);
 struct rr_connection *verbs_endpoint_at(struct rr_plane *plane, uint32_t slot, uint32_t generation);
-struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint);
+struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint, int sending);
 void verbs_destroy(struct rr_connection *c);
 void verbs_wait_for_reaper(struct rr_verbs *state);
 void verbs_leave_device(struct rr_plane *plane, struct verbs_device *device);

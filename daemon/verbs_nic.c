@@ -22,6 +22,12 @@ int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts 
     return -ENOTSUP;
 }
 
+int rr_verbs_queue_pairs(struct rr_plane *plane, uint32_t rail)
+{
+    (void)plane, (void)rail;
+    return -ENOTSUP;
+}
+
 int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
                       enum rr_verbs_use use, struct rr_verbs_key *out)
 {

@@ -53,6 +53,7 @@ struct rr_verbs_target {
 
 /* 0 or -errno; where error[RR_VERBS_ERROR_BYTES] is given it says what failed, with the value and the limit. */
 int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts *out);
+int rr_verbs_queue_pairs(struct rr_plane *plane, uint32_t rail); /* on the rail's device */
 int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
                       enum rr_verbs_use use, struct rr_verbs_key *out);
 int rr_verbs_deregister(struct rr_plane *plane, uint64_t id);

@@ -7,12 +7,26 @@
 #include <stdlib.h>
 #include <string.h>
 
+static void report_fence(struct rr_rail *rail, uint64_t connection, uint64_t received, const struct rr_ack *acks, uint64_t ack_count)
+{
+    struct rr_plane *plane = rail->plane;
+    struct rr_fence_record *record = calloc(1, sizeof *record);
+    if (!record) abort();
+    record->connection = connection;
+    record->ack_count = ack_count < RR_WINDOW ? (uint32_t)ack_count : RR_WINDOW;
+    if (acks) memcpy(record->acks, acks, record->ack_count * sizeof *acks);
+    pthread_mutex_lock(&plane->event_lock);
+    record->next = plane->fences;
+    plane->fences = record;
+    pthread_mutex_unlock(&plane->event_lock);
+    rr_event_push(plane, RR_EVENT_RECEIVER_FENCED, rail->number, (int64_t)connection, (int64_t)received, 0, 0, 0);
+}
+
 void verbs_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int endpoint)
 {
-    struct rr_rail *rail = base->rail;
-    struct rr_connection *c = verbs_adopt(verbs(base), (uint64_t)endpoint);
-    if (!c) {
-        rr_event_push(rail->plane, RR_EVENT_RECEIVER_LOST, rail->number, (int64_t)id, ENOENT, session, 0, 0);
+    struct rr_connection *c = verbs_adopt(verbs(base), (uint64_t)endpoint, 0);
+    if (!c) { /* lost before: nothing was received that anybody could have been told of */
+        report_fence(base->rail, id, 0, NULL, 0);
         return;
     }
     c->id = id;
@@ -177,19 +191,8 @@ void verbs_send_answers(struct rr_connection *c)
 
 static void fenced(struct rr_connection *c)
 {
-    struct rr_rail *rail = c->nic->base.rail;
-    struct rr_plane *plane = rail->plane;
-    struct rr_fence_record *record = calloc(1, sizeof *record);
-    if (!record) abort();
     rr_bounce_forget(&c->nic->base, c);
-    record->connection = c->id;
-    record->ack_count = c->ack_count < RR_WINDOW ? (uint32_t)c->ack_count : RR_WINDOW;
-    memcpy(record->acks, c->acks, record->ack_count * sizeof *record->acks);
-    pthread_mutex_lock(&plane->event_lock);
-    record->next = plane->fences;
-    plane->fences = record;
-    pthread_mutex_unlock(&plane->event_lock);
-    rr_event_push(plane, RR_EVENT_RECEIVER_FENCED, rail->number, (int64_t)c->id, (int64_t)c->received, 0, 0, 0);
+    report_fence(c->nic->base.rail, c->id, c->received, c->acks, c->ack_count);
     verbs_unlink(c);
     verbs_destroy(c);
 }

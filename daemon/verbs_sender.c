@@ -12,12 +12,8 @@
 struct rr_connection *verbs_add_sender(struct rr_nic *base, uint64_t id, struct rr_path *path, uint32_t epoch, int endpoint)
 {
     struct rr_rail *rail = base->rail;
-    struct rr_connection *c = verbs_adopt(verbs(base), (uint64_t)endpoint);
-    if (!c || !c->sending) {
-        if (c) {
-            verbs_unlink(c);
-            verbs_destroy(c);
-        }
+    struct rr_connection *c = verbs_adopt(verbs(base), (uint64_t)endpoint, 1);
+    if (!c) {
         rr_path_of(rail, path->peer, path->remote_rail, 0)->wanted = 0;
         rr_event_push(rail->plane, RR_EVENT_SENDER_LOST, rail->number, (int64_t)id, ENOENT, path->peer, path->remote_rail, 0);
         return NULL;

@@ -4,6 +4,7 @@ LD_LIBRARY_PATH names. ``python plane_cases.py CASE``."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import sys
@@ -555,6 +556,90 @@ def a_fence_waits_for_the_read_too() -> None:
     assert a.result(transfer) is Result.OK
     check(b, content, scattered(remote))
     close(a, b)
+
+
+@case
+def what_comes_before_the_receiver_is_added_waits_for_it() -> None:
+    a, b, remote = pair()
+    content = fill(a)
+    ours, our_facts = endpoint_facts(a, 0, 0, sending=True)
+    theirs, their_facts = endpoint_facts(b, 0, 0, sending=False)
+    b.plane.connect_endpoint(theirs, **our_facts, **ROUTE)
+    a.plane.connect_endpoint(ours, **their_facts, **ROUTE)
+    blocks = scattered(remote, count=32)
+    transfer = a.direct(blocks)
+    a.plane.add_sender(0, 2, 0, 0, False, 1, ours)
+    b.plane.add_receiver(0, 3, 0, theirs)
+    assert a.result(transfer) is Result.OK
+    check(b, content, blocks)
+    assert a.plane.queue_pairs(0) == b.plane.queue_pairs(0) == 1
+    close(a, b)
+
+
+@case
+def ends_that_cannot_be_taken_are_told_of() -> None:
+    a, b, _ = pair()
+    endpoint, _, _ = b.plane.new_endpoint(0, 0, sending=False)
+    b.plane.add_receiver(0, 3, 0, endpoint)  # not connected
+    assert b.wait(plane.RECEIVER_FENCED)[2:4] == (3, 0)
+    assert b.plane.fence_acks(3) == b""
+    a.plane.add_sender(0, 2, 0, 0, False, 1, 12345)
+    assert a.wait(plane.SENDER_LOST)[2:4] == (2, errno.ENOENT)
+    a.plane.drop_endpoint(12345)
+    b.plane.drop_endpoint(endpoint)
+    deadline = time.monotonic() + 10
+    while b.plane.queue_pairs(0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    close(a, b)
+
+
+@stand_in_case
+def nothing_stays_on_a_device_that_is_closed() -> None:
+    a, b, remote = pair()
+    fill(a)
+    a.lease()
+    b.bounce()
+    connect(a, b)
+    assert a.result(a.direct(scattered(remote))) is Result.OK
+    verbs = fabric()
+    before = verbs.counts(A0)
+    assert before["queue_pairs"] == 1, before
+    key = a.plane.register_memory(0, a.regions[0].base, 4096)[0]
+    assert verbs.counts(A0)["memory_regions"] == before["memory_regions"] + 1
+    a.plane.deregister_memory(key)
+    assert verbs.counts(A0)["memory_regions"] == before["memory_regions"]
+    a.close()
+    counts = verbs.counts(A0)
+    assert counts["queue_pairs"] == counts["completion_queues"] == counts["channels"] == 0, counts
+    del a.plane
+    gc.collect()
+    assert verbs.counts(A0) == {}
+    b.close()
+
+
+@stand_in_case
+def queue_pairs_that_do_not_fit_are_refused() -> None:
+    os.environ["RAILRELAY_IBVERBS_LIMITS"] = "max_cqe=8192,max_qp=40"
+    a = Node(DEVICES[:1])
+    made, text = [], ""
+    for _ in range(50):
+        try:
+            made.append(a.plane.new_endpoint(0, 0, sending=True)[0])
+        except OSError as failure:
+            text = failure.strerror
+            break
+    assert "queue pair" in text or "completion" in text, text
+    assert len(made) > 8
+    for endpoint in made:
+        a.plane.drop_endpoint(endpoint)
+    deadline = time.monotonic() + 10
+    while a.plane.queue_pairs(0):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert a.plane.new_endpoint(0, 0, sending=True)[0]
+    close(a)
 
 
 @stand_in_case
