@@ -876,10 +876,9 @@ static int64_t paced(struct context *context, uint32_t bytes)
     return context->next_send_ns;
 }
 
-static int must_wait(struct context *context)
-{
-    return fault_of(context, context->device->address)->bytes_per_s && now_ns() < context->next_send_ns;
-}
+static int is_limited(struct context *context) { return fault_of(context, context->device->address)->bytes_per_s != 0; }
+
+static int must_wait(struct context *context) { return is_limited(context) && now_ns() < context->next_send_ns; }
 
 /* 1: there may be more to do at once. */
 static int transmit(struct context *context, struct queue_pair *qp)
@@ -1299,7 +1298,7 @@ static int64_t progress(struct context *context, struct queue_pair *qp)
         more |= !again;
         next = earlier(next, again);
         int answered = answer(context, qp);
-        if (!answered && must_wait(context)) next = earlier(next, context->next_send_ns);
+        if (!answered && is_limited(context) && !responder->blocked) next = earlier(next, context->next_send_ns);
         if (answered && qp->refused == 2 && qp->refusal != IBV_WC_RNR_RETRY_EXC_ERR) enter_error(context, qp);
         if (answered && qp->refused == 2 && qp->refusal == IBV_WC_RNR_RETRY_EXC_ERR) end_stream(responder);
     }
@@ -1311,7 +1310,7 @@ static int64_t progress(struct context *context, struct queue_pair *qp)
         }
         if (requester->fd >= 0 && requester->readable && !is_held(context, requester->other)) more |= take_answers(context, qp);
         if (qp->state == IBV_QPS_RTS) more |= transmit(context, qp);
-        if (must_wait(context) && qp->sent < qp->posted) next = earlier(next, context->next_send_ns);
+        if (is_limited(context) && !requester->blocked && qp->sent < qp->posted) next = earlier(next, context->next_send_ns); /* be it over by now */
         if (qp->state == IBV_QPS_RTS && qp->done < qp->posted && qp->done == qp->sent && send_at(qp, qp->done)->status != IBV_WC_SUCCESS)
             fail_sends(context, qp, send_at(qp, qp->done)->status);
         if (qp->state == IBV_QPS_RTS) next = earlier(next, watch_retries(context, qp));
