@@ -185,6 +185,12 @@ class Node:
     def area(self, name: str, structure: str) -> Area:
         return self.client_segment.area(abi.CONSTANTS[f"AREA_{name}"], structure)
 
+    def _publish(self, area: Area, row: int, field: str, value: int) -> None:
+        """In one store, as the rail expects it: struct.pack_into() writes bytes one by one."""
+        facts = abi.FIELDS[area.structure][field]
+        at = area.offset + row * abi.SIZES[area.structure] + facts.offset
+        self.client_segment.buffer[at : at + 8] = value.to_bytes(8, "little")
+
     def _register(self, made: Memory, base: int, nbytes: int) -> None:
         made.base = base
         keys = [self.plane.register_memory(rail, base, nbytes) for rail in range(self.rails)]
@@ -285,7 +291,7 @@ class Node:
                 ticket=self.tickets[rail].pop(),
             )
             self.produced[rail] += 1
-            self.area("RINGS", "ring").set(rail, "produced", self.produced[rail])
+            self._publish(self.area("RINGS", "ring"), rail, "produced", self.produced[rail])
             os.eventfd_write(self.kicks[rail], 1)
         return row, generation
 
@@ -330,8 +336,8 @@ class Node:
         word = lanes.offset + rail * abi.SIZES["lane"] + facts.offset + 4 * (self.heads[rail] % 256)
         self.client_segment.buffer[word : word + 4] = slot.to_bytes(4, "little")
         self.heads[rail] += 1
-        lanes.set(rail, "head", self.heads[rail])
-        lanes.set(rail, "doorbell", self.heads[rail])
+        self._publish(lanes, rail, "head", self.heads[rail])
+        self._publish(lanes, rail, "doorbell", self.heads[rail])
         os.eventfd_write(self.kicks[rail], 1)
         return row, generation
 
@@ -351,7 +357,7 @@ class Node:
             heads.set(row, "result", 0)
             emptied += 1
             count += 1
-            bounces.set(rail, "emptied", emptied)
+            self._publish(bounces, rail, "emptied", emptied)
         if count:
             os.eventfd_write(self.kicks[rail], 1)
         return count

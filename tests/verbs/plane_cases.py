@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from helpers.verbs_plane import DEVICES, REAL, ROUTE, SLOT_BYTES, TABLE_ENTRIES, Block, Node, connect, endpoint_facts, export, fence
+from helpers.verbs_plane import DEVICES, REAL, ROUTE, SLOT_BYTES, TABLE_ENTRIES, Block, Node, Pair, connect, endpoint_facts, export, fence
 from helpers.verbs_stand_in import Fabric
 from railrelay.client.errors import Result
 from railrelay.daemon import plane
@@ -555,6 +555,97 @@ def a_fence_waits_for_the_read_too() -> None:
     connect(a, b, epoch=2)
     assert a.result(transfer) is Result.OK
     check(b, content, scattered(remote))
+    close(a, b)
+
+
+@stand_in_case
+def queue_pairs_are_killed_under_traffic_and_nothing_is_lost_wrong_or_late() -> None:
+    """Each transfer has a place of its own at the receiver, which is overwritten once it is done: what comes late shows."""
+    a, b, remote = pair(nbytes=32 << 20)
+    b.private_region(32 << 20)
+    b.bounce()
+    export(b, 1, 2, 32 << 20)
+    private = a.open(0, 2, 32 << 20, of=None, window_bytes=SLOT_BYTES, window_runs=TABLE_ENTRIES)
+    a.lease()
+    content, verbs, numbers = fill(a), fabric(), random.Random(11)
+    verbs.limit_rate(A0, 200 << 20)
+    connections: dict[int, Pair] = {}
+    settling: dict[int, int] = {}
+    epoch = kills = 0
+    live: list[tuple[tuple[int, int], int, int, bytes, int]] = []
+    places = list(range(0, 32 << 20, 256 << 10))
+    numbers.shuffle(places)
+    done: list[tuple[int, int, int]] = []
+    began = time.monotonic()
+
+    def serve() -> None:
+        nonlocal epoch
+        a.pump(0.002)
+        b.pump()
+        b.empty()
+        for event in a.events:
+            if event[0] == plane.CONNECT_WANTED:
+                epoch += 1
+                made = connect(a, b, epoch=epoch)
+                connections[made.sender] = made
+            elif event[0] == plane.SENDER_LOST:
+                lost = connections.pop(event[2])
+                settling[lost.receiver] = lost.sender
+                b.plane.fence_receiver(0, lost.receiver)
+            assert event[0] != plane.VIOLATION, event
+        a.events.clear()
+        for event in b.events:
+            if event[0] == plane.RECEIVER_FENCED:
+                sender = settling.pop(event[2])
+                a.plane.settle_sender(0, sender, event[3], b.plane.fence_acks(event[2]), 0)
+        b.events.clear()
+
+    while kills < 50 or live:
+        if kills < 50 and places and len(live) < 4:
+            place, kind = places.pop(), numbers.randrange(3)
+            region = 1 if kind == 2 else 0
+            if kind == 1:
+                part = numbers.randbytes(256 << 10)
+                live.append((a.relay([(part[i : i + 8192], place + i, remote) for i in range(0, 256 << 10, 8192)]), place, 0, part, 0))
+            else:
+                source = numbers.randrange(31 << 20)
+                blocks = [(source + i, place + i, 16384, 0, private if kind == 2 else remote) for i in range(0, 256 << 10, 16384)]
+                expected = content[source : source + (256 << 10)]
+                live.append((a.direct(blocks, express=numbers.random() < 0.3), place, region, expected, 0))
+        if kills < 50 and numbers.random() < 0.2 and connections:
+            kills += 1
+            what = numbers.randrange(3)
+            if what == 0:
+                verbs.fail_queue_pairs(numbers.choice((A0, B0)))
+            elif what == 1:
+                verbs.drop_connections(numbers.choice((A0, B0)))
+            else:
+                a.plane.close_sender(0, next(iter(connections)))
+        serve()
+        for entry in list(live):
+            transfer, place, region, expected, _ = entry
+            if not a.settled(transfer):
+                continue
+            assert a.result(transfer) is Result.OK
+            assert b.regions[region].view[place : place + (256 << 10)] == expected, place
+            mark = numbers.randrange(256)
+            b.regions[region].view[place : place + (256 << 10)] = bytes([mark]) * (256 << 10)
+            done.append((place, region, mark))
+            live.remove(entry)
+        if not places and not live and kills < 50:
+            places = [place for place, _, _ in done]
+            for place, region, mark in done:
+                assert b.regions[region].view[place : place + (256 << 10)] == bytes([mark]) * (256 << 10), place
+            done.clear()
+        assert time.monotonic() - began < 100, (kills, [entry[:3] for entry in live], a.counters())
+    verbs.limit_rate(A0, 0)
+    time.sleep(0.3)
+    for place, region, mark in done:
+        assert b.regions[region].view[place : place + (256 << 10)] == bytes([mark]) * (256 << 10), place
+    for address in (A0, B0):
+        counts = verbs.counts(address)
+        assert counts["rnr"] == counts["overruns"] == counts["queue_full"] == 0, counts
+    assert a.counters()["slices_resent"] > 0
     close(a, b)
 
 
