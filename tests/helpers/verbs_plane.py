@@ -1,5 +1,5 @@
-"""Data planes without a daemon around them: a node of verbs rails with one client, driven by hand, for tests of the verbs NIC.
-Runs in a process of its own (tests/verbs/plane_cases.py), whose libibverbs is the stand-in."""
+"""Data planes without a daemon around them: a node of verbs rails with one client, driven by hand, for tests of the
+verbs NIC. Runs in a process of its own (tests/verbs/plane_cases.py), on the stand-in or a real libibverbs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from railrelay.client.errors import Result
 from railrelay.daemon import plane
@@ -20,7 +20,9 @@ from railrelay.shm_layout.segment import Area, AreaPlan
 
 # Real devices, such as those of the virtual machine in tests/vm ("rxe0=10.77.0.1,..."), or the stand-in's.
 REAL: Final = bool(os.environ.get("RAILRELAY_VERBS_RAILS"))
-DEVICES: Final = [entry.split("=")[0] for entry in os.environ.get("RAILRELAY_VERBS_RAILS", "stub0,stub1,stub2,stub3").split(",")]
+DEVICES: Final = [
+    entry.split("=")[0] for entry in os.environ.get("RAILRELAY_VERBS_RAILS", "stub0,stub1,stub2,stub3").split(",")
+]
 GID_INDEX: Final = 1 if REAL else 3
 LIMIT_S: Final = 200.0 if REAL else 20.0
 SLOTS: Final = 6
@@ -30,6 +32,7 @@ RING_SLICES: Final = 256
 RING_TABLES: Final = 4
 BOUNCE_SLOTS: Final = 4
 TRANSFERS: Final = 1024
+MAX_PEERS: Final = 4
 INLINE, FINAL, EXPRESS = (abi.CONSTANTS[f"SLICE_{name}"] for name in ("INLINE", "FINAL", "EXPRESS"))
 
 Event = tuple[int, int, int, int, int, int, int]
@@ -73,7 +76,7 @@ def memory(nbytes: int) -> Memory:
 class Node:
     """``devices``: one a rail. Client 0 is attached."""
 
-    def __init__(self, devices: list[str], *, max_peers: int = 4, **options: object) -> None:
+    def __init__(self, devices: list[str], **options: object) -> None:
         self.rails = len(devices)
         self.options = options
         name = f"/railrelay-test.{os.getpid()}.{secrets.token_hex(4)}"
@@ -85,7 +88,7 @@ class Node:
                 AreaPlan(constants["AREA_RAILS"], "rail_state", self.rails),
                 AreaPlan(constants["AREA_LANES"], "lane_state", self.rails * 4),
                 AreaPlan(constants["AREA_CLIENTS"], "client_state", 4),
-                AreaPlan(constants["AREA_PEERS"], "peer_state", max_peers),
+                AreaPlan(constants["AREA_PEERS"], "peer_state", MAX_PEERS),
                 AreaPlan(constants["AREA_ERRORS"], "error_record", 4),
                 AreaPlan(constants["AREA_TRACE"], "trace_record", self.rails * 64),
             ],
@@ -97,7 +100,7 @@ class Node:
         self.plane = plane.DataPlane(
             self.segment.buffer,
             instance=7,
-            max_peers=max_peers,
+            max_peers=MAX_PEERS,
             max_sessions=4,
             max_exports=64,
             regions_per_client=16,
@@ -105,7 +108,8 @@ class Node:
             spin_us=0,
         )
         for device in devices:
-            self.plane.add_rail(**{"nic": "verbs", "cpu": -1, "device": device, "gid_index": GID_INDEX, **options})  # type: ignore[arg-type]
+            wanted: dict[str, Any] = {"nic": "verbs", "cpu": -1, "device": device, "gid_index": GID_INDEX, **options}
+            self.plane.add_rail(**wanted)
         self.plane.start()
         self.events: list[Event] = []
         self.cookies = itertools.count(1)
@@ -268,7 +272,14 @@ class Node:
         }
 
     def direct(
-        self, blocks: list[Block], *, peer: int = 0, rail: int = 0, remote_rail: int = 0, tag: int = 5, express: bool = False
+        self,
+        blocks: list[Block],
+        *,
+        peer: int = 0,
+        rail: int = 0,
+        remote_rail: int = 0,
+        tag: int = 5,
+        express: bool = False,
     ) -> tuple[int, int]:
         """One transfer of one inline slice a block."""
         row, generation = self._begin(tag)
@@ -343,7 +354,11 @@ class Node:
 
     def empty(self, rail: int = 0, *, most: int = 1 << 30) -> int:
         """What the client's thread does: copies frames out of bounce memory to private regions. How many."""
-        bounces, heads, runs = self.area("BOUNCES", "bounce"), self.area("BOUNCE_HEADS", "bounce_frame"), self.area("BOUNCE_RUNS", "run")
+        bounces, heads, runs = (
+            self.area("BOUNCES", "bounce"),
+            self.area("BOUNCE_HEADS", "bounce_frame"),
+            self.area("BOUNCE_RUNS", "run"),
+        )
         filled, emptied, count = bounces.get(rail, "filled"), bounces.get(rail, "emptied"), 0
         while emptied != filled and count < most:
             row = rail * BOUNCE_SLOTS + emptied % BOUNCE_SLOTS
@@ -369,7 +384,9 @@ class Node:
         deadline = time.monotonic() + limit_s
         while not self.settled(transfer):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"transfer {transfer} is not done after {limit_s:g} s; {self.counters()} {self.events}")
+                raise TimeoutError(
+                    f"transfer {transfer} is not done after {limit_s:g} s; {self.counters()} {self.events}"
+                )
             self.pump(0.001)
         return Result(self.area("TRANSFERS", "transfer").get(transfer[0], "result"))
 
@@ -380,13 +397,20 @@ class Node:
 
 
 TIMEOUT: Final = 17 if REAL else 10  # 4.096 us << this
-ROUTE: Final = {"timeout": TIMEOUT, "retry_count": 3, "rnr_retry": 7}
+ROUTE: Final[dict[str, Any]] = {"timeout": TIMEOUT, "retry_count": 3, "rnr_retry": 7}
 
 
-def endpoint_facts(node: Node, rail: int, through: int, *, sending: bool) -> tuple[int, dict[str, object]]:
+def endpoint_facts(node: Node, rail: int, through: int, *, sending: bool) -> tuple[int, dict[str, Any]]:
     endpoint, qpn, psn = node.plane.new_endpoint(rail, through, sending=sending)
     facts = node.plane.verbs_facts(through)
-    return endpoint, {"gid": facts["gid"], "lid": facts["lid"], "mtu": facts["mtu"], "qpn": qpn, "psn": psn, "remote_through": through}
+    return endpoint, {
+        "gid": facts["gid"],
+        "lid": facts["lid"],
+        "mtu": facts["mtu"],
+        "qpn": qpn,
+        "psn": psn,
+        "remote_through": through,
+    }
 
 
 @dataclass(frozen=True)
@@ -398,7 +422,14 @@ class Pair:
 
 
 def connect(
-    a: Node, b: Node, *, rail: int = 0, remote_rail: int = 0, through: int | None = None, remote_through: int | None = None, epoch: int = 1,
+    a: Node,
+    b: Node,
+    *,
+    rail: int = 0,
+    remote_rail: int = 0,
+    through: int | None = None,
+    remote_through: int | None = None,
+    epoch: int = 1,
     timeout: int = TIMEOUT,
 ) -> Pair:
     """What the conductors do between CONNECT_WANTED and add_sender(); peer 0 of a, session 0 of b."""
@@ -407,15 +438,20 @@ def connect(
     ours, our_facts = endpoint_facts(a, rail, through, sending=True)
     theirs, their_facts = endpoint_facts(b, remote_rail, remote_through, sending=False)
     pair = Pair(2 * next(a.connections), 2 * next(b.connections) + 1)
-    b.plane.connect_endpoint(theirs, **our_facts, **{**ROUTE, "timeout": timeout})  # type: ignore[arg-type]
+    b.plane.connect_endpoint(theirs, **our_facts, **{**ROUTE, "timeout": timeout})
     b.plane.add_receiver(remote_rail, pair.receiver, 0, theirs)
-    a.plane.connect_endpoint(ours, **their_facts, **{**ROUTE, "timeout": timeout})  # type: ignore[arg-type]
+    a.plane.connect_endpoint(ours, **their_facts, **{**ROUTE, "timeout": timeout})
     a.plane.add_sender(rail, pair.sender, 0, remote_rail, False, epoch, ours)
     return pair
 
 
 def export(b: Node, region: int, handle: int, nbytes: int) -> None:
     b.plane.add_export(handle, 0, 0, region, nbytes)
+
+
+def lost(a: Node, pair: Pair) -> Event:
+    """Waits for SENDER_LOST."""
+    return a.wait(plane.SENDER_LOST, where=lambda event: event[2] == pair.sender)
 
 
 def fence(a: Node, b: Node, pair: Pair, *, rail: int = 0, remote_rail: int = 0) -> int:

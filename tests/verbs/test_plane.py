@@ -1,5 +1,5 @@
-"""The verbs NIC between two data planes of one process: on the stand-in for libibverbs, or on real devices as in the virtual
-machine of tests/vm."""
+"""The verbs NIC between two data planes of one process: on the stand-in for libibverbs, or on real devices, as in the
+virtual machine of tests/vm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ast
 from pathlib import Path
 
 import pytest
-
 from helpers import processes, verbs_stand_in
 from helpers.processes import TESTS
 from helpers.verbs_plane import REAL
@@ -22,7 +21,11 @@ pytestmark = pytest.mark.skipif(bool(LACK), reason=LACK or "there")
 def cases() -> list[str]:
     wanted = {"case"} if REAL else {"case", "stand_in_case"}
     found = [node for node in ast.parse(SCRIPT.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return [one.name for one in found if any(isinstance(mark, ast.Name) and mark.id in wanted for mark in one.decorator_list)]
+    return [
+        one.name
+        for one in found
+        if any(isinstance(mark, ast.Name) and mark.id in wanted for mark in one.decorator_list)
+    ]
 
 
 @pytest.mark.parametrize("name", cases())
