@@ -3,6 +3,7 @@ thread. Calls that take a ``cookie`` are commands to rail threads: each rail add
 (COMMAND_DONE, rail, cookie, value, 0, 0, 0), in the order given. The segment and all tables live as long as this object.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 COMMAND_DONE: Final[int]  # (kind, rail, cookie, value, 0, 0, 0)
@@ -177,7 +178,7 @@ class DataPlane:
         window_runs: int,
         *,
         iova: int = 0,
-        rkeys: list[int] = ...,
+        rkeys: Sequence[int] = (),
     ) -> None:
         """rail: the peer's rail of the region; owner, window_bytes and window_runs as in protocol.RegionOpened. verbs: the
         address by which keys name its begin, and the keys by the peer's rail whose device writes it."""
