@@ -459,8 +459,8 @@ class PeerRegionGone(Message, frozen=True, tag="PeerRegionGone"):
 
 
 class RailLost(Message, frozen=True, tag="RailLost"):
-    """Event, receiver to sender: the receiving end of connection ``connection`` is in error, or was fenced. A queue pair
-    does not say so to a sender that has nothing to send."""
+    """Event, receiver to sender: the receiving end of connection ``connection`` is in error, or was fenced. A queue
+    pair does not say so to a sender that has nothing to send."""
 
     connection: int
 

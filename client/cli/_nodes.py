@@ -150,8 +150,8 @@ class Node:
         congestion: str = "",
         nics: Sequence[Emulated | Verbs] = (),
     ) -> None:
-        """``cpus``: the core of each rail's thread, -1 for none. ``nics``: of each rail, or none: all TCP. RelayError if
-        it does not start."""
+        """``cpus``: the core of each rail's thread, -1 for none. ``nics``: of each rail; none: TCP. RelayError if it
+        does not start."""
         self.instance = instance
         self.rails = len(cpus)
         self._log = directory / f"{instance}.log"

@@ -69,8 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--devices",
         default="",
         metavar="NAME[:GID],...",
-        help="--nic verbs: RDMA devices of the sending daemon's rails, then of the receiving one's, which has the same if"
-        " there are no more; with a row of the GID table, else that is looked for",
+        help="--nic verbs: RDMA devices of the sending daemon's rails, then of the receiving one's, which has the same"
+        " if there are no more; with a row of the GID table, else that is looked for",
     )
     parser.add_argument("--congestion", default="reno", metavar="NAME", help="TCP congestion control (default: reno)")
     parser.add_argument("--json", action="store_true", help="for programs")
