@@ -120,8 +120,8 @@ class DataPlane:
     def set_flush_targets(self, rail: int, through: int, targets: list[tuple[int, int]]) -> None:
         """(address, rkey) of a byte of each GPU whose memory is received into: receivers of the rail through this device
         read them before they answer, so that what was written is there for the GPU. Call it before add_receiver(), each
-        time, and when targets change; without targets it does nothing, unless the rail's flush is "always". Like
-        new_endpoint(), for a worker. OSError."""
+        time, and when targets change. Without any call it is so only if the rail's flush is "always", with a byte of
+        host memory. Like new_endpoint(), for a worker. OSError."""
     def drain_handle(self, peer: int, handle: int, cookie: int) -> None:
         """After remove_remote() of all that name the peer's handle: each rail answers once no frame on its way names it."""
     def add_peer_tombstone(self, peer: int, owner: int, tag: int) -> None:

@@ -487,10 +487,13 @@ int rr_verbs_connect(struct rr_plane *plane, uint64_t endpoint, const struct rr_
     pthread_mutex_lock(&plane->verbs->lock);
     c->busy = 0;
     if (!status) c->state = OPEN;
-    int doomed = c->doomed;
+    int doomed = c->doomed, receiving = !c->sending && c->role == NEW;
+    uint32_t through = c->port->through;
     struct rr_rail *rail = c->nic->base.rail;
     pthread_mutex_unlock(&plane->verbs->lock);
     if (doomed) rr_rail_command(rail, (struct rr_command){.run = run_drop, .a = endpoint});
+    /* Its rail hears of the flush before it hears of the receiver. */
+    if (!status && receiving) return rr_verbs_set_flush(plane, (uint32_t)rail->number, through, NULL, 0, error);
     return -status;
 }
 

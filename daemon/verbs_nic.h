@@ -64,7 +64,7 @@ int rr_verbs_drop_endpoint(struct rr_plane *plane, uint64_t endpoint);
 /* Writes zero bytes with an immediate through a connected endpoint; COMMAND_DONE with 0, or the completion's status. */
 int rr_verbs_probe(struct rr_plane *plane, uint64_t endpoint, uint64_t cookie);
 /* Before the first receiver of the rail through this device, and again before others: receivers read the targets before
- * they answer. Without targets: none if flush is "auto". */
+ * they answer. Without targets: none if flush is "auto"; if it is "always", connecting a receiver's end does that. */
 int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count, char *error);
 void rr_verbs_free(struct rr_plane *plane); /* after all rails have stopped */
 

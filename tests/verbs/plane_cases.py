@@ -535,8 +535,6 @@ def a_connection_that_is_lost_with_frames_in_bounce_memory_loses_none() -> None:
 def frames_are_answered_only_after_a_read_behind_them() -> None:
     a, b, remote = pair(flush="always")
     content, verbs = fill(a), fabric()
-    b.plane.set_flush_targets(0, 0, [])
-    b.plane.set_flush_targets(0, 0, [])
     connected = connect(a, b)
     for seed in range(3):
         blocks = scattered(remote, count=127, seed=seed)
@@ -550,7 +548,6 @@ def frames_are_answered_only_after_a_read_behind_them() -> None:
     a.plane.close_sender(0, connected.sender)
     a.wait(plane.SENDER_LOST)
     assert fence(a, b, connected) == 3 * 127
-    b.plane.set_flush_targets(0, 0, [])
     connect(a, b, epoch=2)
     assert a.result(a.direct(blocks)) is Result.OK
     close(a, b)
