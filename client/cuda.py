@@ -133,6 +133,12 @@ def count() -> int:
     return int(_call("cuDeviceGetCount"))
 
 
+def exports_dmabuf(ordinal: int) -> bool:
+    """Whether NICs can be given its memory without a module of their own (nvidia-peermem)."""
+    attribute = _driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+    return bool(_call("cuDeviceGetAttribute", attribute, _call("cuDeviceGet", ordinal)))
+
+
 def ordinal_of(gpu: int | str) -> int:
     """The ordinal in this process of a GPU given by ordinal or UUID. RelayError names those that there are."""
     known = [uuid_of(ordinal) for ordinal in range(count())]
@@ -511,11 +517,16 @@ def _dmabuf(address: int, nbytes: int) -> tuple[int, int]:
     page = os.sysconf("SC_PAGESIZE")
     first = address // page * page
     last = -(-(address + nbytes) // page) * page
-    kind = _driver().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     try:
-        return int(_call("cuMemGetHandleForAddressRange", first, last - first, kind, 0)), address - first
+        return dmabuf(first, last - first), address - first
     except CudaError:
         return -1, 0
+
+
+def dmabuf(address: int, nbytes: int) -> int:
+    """A dma-buf descriptor of whole pages of GPU memory mapped here; its GPU's context is current. CudaError."""
+    kind = _driver().CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    return int(_call("cuMemGetHandleForAddressRange", address, nbytes, kind, 0))
 
 
 # ---- what engines pass as memory ----

@@ -13,11 +13,11 @@ from array import array
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 CLIENT_MESSAGE_BYTES = 64 * 1024
 PEER_MESSAGE_BYTES = 1024 * 1024
 NOTE_BYTES = 16 * 1024
-Handle = bytes
+Handle = bytes  # where a field named bytes hides the type
 
 
 class Message(msgspec.Struct, tag_field="t", forbid_unknown_fields=True, frozen=True):
@@ -309,12 +309,26 @@ ClientReply = (
 
 
 class RailFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rail as its node describes it: identity is what both ends compare, address and port where it accepts."""
+    """A rail as its node describes it: identity is what both ends compare, address and port where it accepts (port 0: a
+    verbs or emulated rail). up: of the port of a verbs rail, as far as is known; changes are told by RailState."""
 
     identity: str
     nic: str
     address: str
     port: int
+    up: bool = True
+
+
+class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One end of a queue pair. through: the rail of its own node whose device has it, which is another one while that
+    has taken over. mtu in bytes."""
+
+    through: int
+    gid: bytes
+    lid: int
+    qpn: int
+    psn: int
+    mtu: int
 
 
 class Hello(Message, frozen=True, tag="Hello"):
@@ -348,6 +362,10 @@ class PeerOpenRegion(Message, frozen=True, tag="PeerOpenRegion"):
 
 
 class PeerRegion(Message, frozen=True, tag="PeerRegion"):
+    """rkeys: of the region on the device of each verbs rail, 0 for others, where it begins at ``iova``; none of memory
+    that the daemon cannot write. owner_serial: another client under the same number ``owner`` has another. aborted:
+    tags that the owner has aborted before this session had a region of it, 8 bytes each, little-endian."""
+
     id: int
     handle: int
     address: int
@@ -356,6 +374,10 @@ class PeerRegion(Message, frozen=True, tag="PeerRegion"):
     owner: int
     window_bytes: int
     window_runs: int
+    owner_serial: int = 0
+    iova: int = 0
+    rkeys: tuple[int, ...] = ()
+    aborted: Handle = b""
 
 
 class PeerCloseRegion(Message, frozen=True, tag="PeerCloseRegion"):
@@ -364,19 +386,27 @@ class PeerCloseRegion(Message, frozen=True, tag="PeerCloseRegion"):
 
 
 class RailConnect(Message, frozen=True, tag="RailConnect"):
-    """Asks for a single-use token for one connection from ``local_rail`` to ``remote_rail``. Answered by RailToken."""
+    """Asks for a single-use token for one connection from ``local_rail`` to ``remote_rail``; between verbs rails, for
+    the other end of ``endpoint``, on the device of the receiver's rail ``through``. One with ``probe`` carries nothing:
+    it is to show that the two devices reach each other. Answered by RailToken."""
 
     id: int
     local_rail: int
     remote_rail: int
     express: bool
     epoch: int
+    endpoint: Endpoint | None = None
+    through: int = -1
+    probe: bool = False
 
 
 class RailToken(Message, frozen=True, tag="RailToken"):
+    """The receiving end of a queue pair is ready when this is sent; it has no token."""
+
     id: int
     connection: int
     token: bytes
+    endpoint: Endpoint | None = None
 
 
 class FenceRail(Message, frozen=True, tag="FenceRail"):
@@ -395,11 +425,14 @@ class RailFenced(Message, frozen=True, tag="RailFenced"):
 
 
 class PeerAbort(Message, frozen=True, tag="PeerAbort"):
-    """Receiver to sender: end the transfers with ``tag`` whose regions are among ``handles``; answer when settled."""
+    """Receiver to sender: end the transfers with ``tag`` whose regions are among ``handles``; answer when settled. To
+    client ``owner`` (owner_serial as in PeerRegion) nothing with this tag may be sent any more."""
 
     id: int
     tag: int
     handles: list[int]
+    owner: int
+    owner_serial: int
 
 
 class PeerAborted(Message, frozen=True, tag="PeerAborted"):
@@ -418,9 +451,25 @@ class PeerNote(Message, frozen=True, tag="PeerNote"):
 
 
 class PeerRegionGone(Message, frozen=True, tag="PeerRegionGone"):
-    """Event, receiver to sender: the region was unregistered or its owner exited."""
+    """Receiver to sender: the region was unregistered or its owner exited. Answered by PeerDone once nothing that was
+    posted names it, and nothing will."""
 
+    id: int
     handle: int
+
+
+class RailLost(Message, frozen=True, tag="RailLost"):
+    """Event, receiver to sender: the receiving end of connection ``connection`` is in error, or was fenced. A queue
+    pair does not say so to a sender that has nothing to send."""
+
+    connection: int
+
+
+class RailState(Message, frozen=True, tag="RailState"):
+    """Event, receiver to sender: the port of this verbs rail went up or down."""
+
+    rail: int
+    up: bool
 
 
 class Ping(Message, frozen=True, tag="Ping"):
@@ -446,6 +495,8 @@ PeerMessage = (
     | PeerAborted
     | PeerNote
     | PeerRegionGone
+    | RailLost
+    | RailState
     | Ping
     | PeerDone
 )

@@ -245,4 +245,14 @@ class Transfer:
         return Unsettled(result, self.bytes, f"{self._what}: {text}{why}")
 
     def __repr__(self) -> str:
-        return f"<Transfer {self._what}>"
+        return f"<Transfer {self._submission.index} (tag {self._tag:#x}) to {self._session}: {self._state()}>"
+
+    def _state(self) -> str:
+        try:
+            submission = self._own()
+        except RelayError:  # a forked child cannot see it
+            return "of another process"
+        if not submission.done:
+            return "running, source done" if submission.source_done else "running"
+        name = Result(submission.result).name.lower()
+        return name if submission.settled or name == "unsettled" else f"{name}, not settled"

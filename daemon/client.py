@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from railrelay.client.protocol import Message, Note
 from railrelay.daemon.memory import Memory
 from railrelay.daemon.rows import Rows
+from railrelay.daemon.verbs import Keys
 from railrelay.shm_layout.segment import Segment
 
 if TYPE_CHECKING:
     from railrelay.daemon.client_socket import ClientSocket
     from railrelay.daemon.peers import Peer
+
+KEPT_TAGS: Final = 65536  # as the data plane keeps tombstones
 
 
 @dataclass(eq=False)
@@ -51,6 +55,7 @@ class Region:
     memory: int = 0  # number by which helpers of emulated NICs know it; 0: they do not
     kind: str = "host"  # or "vmm", "ipc": what kind of memory that is
     handed: Handed = field(default_factory=Handed)
+    keys: Keys = field(default_factory=Keys)  # on verbs rails
 
 
 @dataclass(eq=False)
@@ -85,6 +90,13 @@ class Client:
     notes: dict[int, Note] = field(default_factory=dict)  # by transfer: the latest only
     rails_left: int = 0  # of those that still have slices of a leaving client
     drained: asyncio.Event = field(default_factory=asyncio.Event)
+    aborted: OrderedDict[int, None] = field(default_factory=OrderedDict)  # tags: the latest KEPT_TAGS
+
+    def abort(self, tag: int) -> None:
+        self.aborted[tag] = None
+        self.aborted.move_to_end(tag)
+        if len(self.aborted) > KEPT_TAGS:
+            self.aborted.popitem(last=False)
 
     def send(self, message: Message) -> None:
         self.socket.send(message)

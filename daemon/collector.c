@@ -8,7 +8,8 @@
 #define RING_BATCH 8u
 #define QUICK_BLOCKS 32u /* checked in less than a microsecond */
 
-void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane)
+void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane,
+                    int one_sided)
 {
     source->client = client;
     source->is_lane = is_lane;
@@ -16,11 +17,13 @@ void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t
     source->flows = calloc(flows, sizeof *source->flows);
     struct iovec *pieces = malloc((size_t)works * table_entries * sizeof *pieces);
     struct rr_wire_run *runs = malloc((size_t)works * table_entries * sizeof *runs);
-    if (!source->works || !source->flows || !pieces || !runs) {
+    uint32_t *indices = one_sided ? malloc((size_t)works * table_entries * 2 * sizeof *indices) : NULL;
+    if (!source->works || !source->flows || !pieces || !runs || (one_sided && !indices)) {
         free(source->works);
         free(source->flows);
         free(pieces);
         free(runs);
+        free(indices);
         source->works = NULL;
         return;
     }
@@ -30,6 +33,10 @@ void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t
         work->source = source;
         work->pieces = pieces + (size_t)i * table_entries;
         work->runs = runs + (size_t)i * table_entries;
+        if (one_sided) {
+            work->run_remotes = indices + (size_t)i * 2 * table_entries;
+            work->piece_regions = work->run_remotes + table_entries;
+        }
         work->slot = i;
         if (!is_lane) {
             work->next = source->free;
@@ -44,6 +51,7 @@ void rr_source_free(struct rr_source *source)
     if (!source->works) return;
     free(source->works[0].pieces);
     free(source->works[0].runs);
+    free(source->works[0].run_remotes);
     free(source->works);
     free(source->flows);
     source->works = NULL;
@@ -55,7 +63,7 @@ struct builder {
     struct rr_client *client;
     struct rr_work *work;
     uint8_t *slot; /* NULL: blocks name source regions */
-    int takes_made_up;
+    int takes_made_up, one_sided;
 };
 
 /* Adds one block to the work: one more piece and run, or a longer last one where it continues both. */
@@ -90,11 +98,13 @@ static uint32_t add_block(struct builder *b, const struct rr_block *block)
         return RR_BAD_REGION;
     }
     struct iovec *piece = &work->pieces[work->piece_count];
-    if (work->piece_count && (uint8_t *)piece[-1].iov_base + piece[-1].iov_len == source) {
+    if (work->piece_count && (uint8_t *)piece[-1].iov_base + piece[-1].iov_len == source &&
+        (!b->one_sided || b->slot || work->piece_regions[work->piece_count - 1] == block->source_region)) {
         piece[-1].iov_len += length;
     } else {
         piece->iov_base = source;
         piece->iov_len = length;
+        if (b->one_sided) work->piece_regions[work->piece_count] = block->source_region;
         work->piece_count++;
     }
     struct rr_wire_run *run = &work->runs[work->run_count];
@@ -105,6 +115,7 @@ static uint32_t add_block(struct builder *b, const struct rr_block *block)
         run->offset = block->destination;
         run->length = (uint32_t)length;
         run->handle = remote->handle;
+        if (b->one_sided) work->run_remotes[work->run_count] = block->remote_region;
         work->run_count++;
     }
     work->bytes += length;
@@ -127,7 +138,7 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     work->piece_count = work->run_count = 0;
     work->block_count = count;
     work->bytes = 0;
-    work->grant = 0;
+    work->grant.grant = 0;
     work->sequence = 0;
     work->connection = NULL;
     work->began_ns = rr_load_relaxed_u64(&times->began_ns);
@@ -135,7 +146,7 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     work->taken_ns = rr_rail_now(rail);
     work->posted_ns = 0;
     uint32_t result = RR_OK;
-    struct builder builder = {plane, client, work, slot, rail->nic->ops->takes_made_up};
+    struct builder builder = {plane, client, work, slot, rail->nic->ops->takes_made_up, rail->nic->ops->one_sided};
     if (slice->flags & RR_SLICE_INLINE && !slot) {
         struct rr_block block = {slice->inline_source,        slice->inline_destination,   slice->inline_length,
                                  slice->inline_source_region, slice->inline_remote_region, 0};

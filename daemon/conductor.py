@@ -16,9 +16,11 @@ import socket
 import time
 from typing import Any, Final
 
+import msgspec
+
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, Result
-from railrelay.daemon import plane
+from railrelay.daemon import plane, verbs
 from railrelay.daemon.client import Client, Region
 from railrelay.daemon.client_socket import ClientServer
 from railrelay.daemon.clients import Clients
@@ -34,6 +36,7 @@ from railrelay.daemon.rails import Rails
 from railrelay.daemon.requests import Requests
 from railrelay.daemon.sessions import Sessions
 from railrelay.daemon.transfers import TICK_S, Transfers
+from railrelay.daemon.verbs import RailPort, Verbs
 
 DRAIN_LOOK_S: Final = 0.02
 
@@ -62,6 +65,7 @@ class Conductor:
         loop = asyncio.get_running_loop()
         names = Instance(config.node.instance)
         closing(names.close)
+        ports = verbs.ports_of(config.rail)
         rails = Rails(config, self._error)
         closing(rails.close)
         listener = _control_listener(config)
@@ -70,20 +74,25 @@ class Conductor:
         instance = secrets.randbits(62) + 1
         self._state = NodeState(config, instance, rails.facts)
         closing(self._state.close)
-        self._plane = self._new_plane(instance)
+        self._plane = self._new_plane(instance, ports)
         closing(self._plane.stop)
+        commands = Commands(len(rails.facts))
+        nics = Verbs(config, self._plane, commands, rails.facts, ports)
+        for rail in ports:
+            self._state.rail(rail, rails.facts[rail])
+        self._open.push_async_callback(nics.close)
         helpers = Helpers()
         closing(helpers.close)
         identities = [facts.identity for facts in rails.facts]
         await helpers.start(config.rail, identities, self._plane.emulated_fds, self._helper_ended)
-        commands = Commands(len(rails.facts))
         self.ctx = Context(
-            config, names, instance, self.session, rails.facts, self._state, self._plane, commands, helpers
+            config, names, instance, self.session, rails.facts, self._state, self._plane, commands, helpers, nics
         )
         self._build(rails)
         closing(self._clients.close)
         closing(helpers.close)
         closing(self._plane.stop)  # before the memory of clients goes
+        self._open.push_async_callback(nics.close)
         closing(self._local.close)
         self._open.push_async_callback(self.ctx.close_tasks)
         closing(self.ctx.commands.close)
@@ -100,7 +109,7 @@ class Conductor:
         closing(self._stop_ticking)
         self._look()
 
-    def _new_plane(self, instance: int) -> plane.DataPlane:
+    def _new_plane(self, instance: int, ports: dict[int, RailPort]) -> plane.DataPlane:
         config, limits = self.config, self.config.limits
         made = plane.DataPlane(
             self._state.segment.buffer,
@@ -112,8 +121,11 @@ class Conductor:
             remotes_per_client=limits.remotes_per_client,
             spin_us=config.spin_us,
         )
-        for rail in config.rail:
-            made.add_rail(nic=rail.nic, cpu=rail.cpu, bytes_per_s=int(rail.rate_gbit * 1e9 / 8))
+        for number, rail in enumerate(config.rail):
+            if rail.nic == "verbs":
+                verbs.add_rail(made, number, config, ports[number])
+            else:
+                made.add_rail(nic=rail.nic, cpu=rail.cpu, bytes_per_s=int(rail.rate_gbit * 1e9 / 8))
         made.start()
         return made
 
@@ -142,7 +154,7 @@ class Conductor:
             case plane.CONNECT_WANTED:
                 self._peers.connect_wanted(rail, a, b, bool(c), d)
             case plane.SENDER_LOST:
-                self._peers.sender_lost(a, b)
+                self._peers.sender_lost(a, b, e)
             case plane.RECEIVER_LOST:
                 self._sessions.receiver_lost(a)
             case plane.RECEIVER_FENCED:
@@ -155,6 +167,23 @@ class Conductor:
                 self._note_due(a, b, c)
             case plane.TRANSFER_ENDED:
                 self._transfers.ended(a, b, c)
+            case plane.PORT_CHANGED:
+                self._port_changed(rail, bool(a), b)
+
+    def _port_changed(self, rail: int, up: bool, event: int) -> None:
+        facts = self.ctx.rails[rail]
+        if facts.up == up:
+            return
+        facts = self.ctx.rails[rail] = msgspec.structs.replace(facts, up=up)
+        self._state.rail(rail, facts)
+        port = self.ctx.verbs.ports[rail]
+        where = f"rail {facts.identity}: port {port.port_number} of {port.device}"
+        if up:
+            log.info("%s is up", where)
+        else:
+            self._error(ErrorCode.RAIL_DOWN, f"{where} is down (event {event})", key=f"{where} is down")
+        self._sessions.tell_rail_state(rail, up)
+        self._peers.port_changed(rail, up)
 
     def _helper_ended(self, helper: Helper) -> None:
         self._error(ErrorCode.RAIL_DOWN, f"rail {helper.name}: emulated NIC: {helper.failure}; restart the daemon")

@@ -1,5 +1,5 @@
-"""Configuration: a TOML file, checked completely before anything is opened. Every option has a default but a rail's
-address; without a file there is one rail on 127.0.0.1."""
+"""Configuration: a TOML file, checked completely before anything is opened. Every option has a default but the address
+of a rail that is not RDMA; without a file there is one rail on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ CELL_BYTES: Final = abi.CONSTANTS["CELL_BYTES"]
 MAX_RAILS: Final = abi.CONSTANTS["MAX_RAILS"]
 MAX_CLIENTS: Final = 256
 SOCKET_PATH_BYTES: Final = 107
+DEVICE_NAME_BYTES: Final = 63
+NICS: Final = ("tcp", "verbs", "emulated")
+FLUSHES: Final = ("auto", "always", "never")
 
 EXAMPLE: Final = """\
 # railrelayd configuration. What is commented out is the default.
@@ -72,20 +75,37 @@ EXAMPLE: Final = """\
 # notsent_lowat = "256KiB"
 # user_timeout_s = 30           # data not acknowledged for this long ends a rail connection
 
+[verbs]                         # rails with nic = "verbs"
+# timeout = 17                  # a packet is repeated after 4.096 us x 2^timeout (17: 0.54 s)
+# retry_count = 7               # repeats until a queue pair is lost; soft-RoCE (rxe) takes 7 for "for ever"
+# rnr_retry = 7                 # the same for a receiver without a posted receive; 7: for ever
+# min_rnr_timer = 12            # code of the pause that such a receiver asks for (12: 0.64 ms)
+# traffic_class = 0             # of RoCE packets
+# service_level = 0
+# sq_depth = 1024               # work requests of a queue pair
+# signal_every = 64             # of these one asks for a completion; so does the last of a slice
+# flush = "auto"                # read back before an answer: "auto" (GPU memory only), "always" or "never"
+# probe_s = 1                   # pause between probes of a rail that another one has taken over
+
 [data]
 # spin_us = -1                  # how long an idle rail thread spins; -1: 20, or 0 where cores are fewer than rails + 1
 
 [[rail]]
 address = "127.0.0.1"
 # identity = "rail0"            # both daemons of a pair compare it; default rail<position>
-# nic = "tcp"                   # "emulated", for measurements and tests only: a process copies inside this node
+# nic = "tcp"                   # or "verbs" (RDMA); "emulated", for measurements and tests only: a process copies
+#                               # inside this node
+# device = ""                   # verbs: RDMA device such as "mlx5_0"; default: the one with `address`, or the rail's
+#                               # position
+# port_number = 1               # verbs: port of the device
+# gid_index = -1                # verbs: row of the port's GID table; -1: RoCE v2, routable, on the subnet of `address`
 # rate_gbit = 400               # emulated: Gbit/s
-# memory = "host"               # emulated: relay memory; "device": memory of the GPU that `gpu` names
-# gpu = ""                      # emulated, memory = "device": UUID, "GPU-...", or number
+# memory = "host"               # verbs, emulated: relay memory; "device": memory of the GPU that `gpu` names
+# gpu = ""                      # memory = "device": UUID, "GPU-...", or number
 # copies = "auto"               # emulated, memory = "device": "engines": the GPU's copy engines only, however slow;
 #                               # "auto": a kernel for what they cannot carry at the rate
 # cpu = -1                      # core that the rail's thread is pinned to; -1: none
-# port = 0                      # 0: the kernel chooses
+# port = 0                      # tcp: 0: the kernel chooses
 """
 
 
@@ -138,6 +158,10 @@ class Relay(_Section, frozen=True):
     def bounce_bytes(self) -> int:
         return self.bounce_slots * self.slot_bytes
 
+    @property
+    def bounce_table_bytes(self) -> int:
+        return self.bounce_slots * self.table_entries * abi.SIZES["run"]
+
 
 class Limits(_Section, frozen=True):
     max_clients: int = 64
@@ -165,14 +189,32 @@ class Tcp(_Section, frozen=True):
     user_timeout_s: float = 30
 
 
+class Verbs(_Section, frozen=True):
+    timeout: int = 17
+    retry_count: int = 7
+    rnr_retry: int = 7
+    min_rnr_timer: int = 12
+    traffic_class: int = 0
+    service_level: int = 0
+    sq_depth: int = 1024
+    signal_every: int = 64
+    flush: str = "auto"
+    probe_s: float = 1
+
+
 class Data(_Section, frozen=True):
     spin_us: int = -1
 
 
 class Rail(_Section, frozen=True):
-    address: str
+    """address: "" of a verbs rail whose address its GID says."""
+
+    address: str = ""
     identity: str = ""
     nic: str = "tcp"
+    device: str = ""
+    port_number: int = 1
+    gid_index: int = -1
     rate_gbit: float = 400
     memory: str = "host"
     gpu: str | int = ""
@@ -187,6 +229,7 @@ class Config(_Section, frozen=True):
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     tcp: Tcp = Tcp()
+    verbs: Verbs = Verbs()
     data: Data = Data()
     rail: tuple[Rail, ...] = (Rail(address="127.0.0.1"),)
 
@@ -243,11 +286,22 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "timeouts.predecessor_s": (0, 600),
     "tcp.notsent_lowat": (4 * KIB, GIB),
     "tcp.user_timeout_s": (1, 3600),
+    "verbs.timeout": (1, 31),
+    "verbs.retry_count": (0, 7),
+    "verbs.rnr_retry": (0, 7),
+    "verbs.min_rnr_timer": (0, 31),
+    "verbs.traffic_class": (0, 255),
+    "verbs.service_level": (0, 15),
+    "verbs.sq_depth": (64, 32768),
+    "verbs.signal_every": (1, 1024),
+    "verbs.probe_s": (0.05, 600),
     "data.spin_us": (-1, 1_000_000),
 }
 _RAIL_RANGES: Final[dict[str, tuple[float, float]]] = {
     "cpu": (-1, 4095),
     "port": (0, 65535),
+    "port_number": (1, 255),
+    "gid_index": (-1, 65535),
     "rate_gbit": (0.001, 10_000),
 }
 
@@ -313,6 +367,11 @@ def _check(config: Config) -> None:
     records = config.limits.trace_records
     _demand(records.bit_count() == 1, "limits.trace_records", records, "a power of two")
     _check_node(config)
+    verbs = config.verbs
+    half = verbs.sq_depth // 2  # or a send queue could fill without a completion that frees it
+    _demand(verbs.signal_every <= half, "verbs.signal_every", verbs.signal_every, f"at most half of sq_depth, {half}")
+    expected = " or ".join(map(_shown, FLUSHES))
+    _demand(verbs.flush in FLUSHES, "verbs.flush", verbs.flush, expected)
     _demand(1 <= len(config.rail) <= MAX_RAILS, "rail", len(config.rail), f"1 to {MAX_RAILS} [[rail]] sections")
     for index in range(len(config.rail)):
         _check_rail(config, index)
@@ -337,13 +396,24 @@ def _check_node(config: Config) -> None:
 
 def _check_rail(config: Config, index: int) -> None:
     rail, name = config.rail[index], f"rail[{index}]"
-    address = _address(rail.address)
-    usable = address is not None and not address.is_unspecified and not address.is_multicast
-    _demand(usable, f"{name}.address", rail.address, "the IPv4 or IPv6 address of the rail's interface")
-    _demand(rail.nic in ("tcp", "emulated"), f"{name}.nic", rail.nic, 'one of "tcp", "emulated"')
-    memories = ("host", "device") if rail.nic == "emulated" else ("host",)
+    if rail.nic != "verbs" and not rail.address:
+        raise ConfigError(f"{name}.address: required")
+    if rail.address:
+        address = _address(rail.address)
+        usable = address is not None and not address.is_unspecified and not address.is_multicast
+        _demand(usable, f"{name}.address", rail.address, "the IPv4 or IPv6 address of the rail's interface")
+    _demand(rail.nic in NICS, f"{name}.nic", rail.nic, f"one of {', '.join(map(_shown, NICS))}")
+    memories = ("host",) if rail.nic == "tcp" else ("host", "device")
     expected = " or ".join(map(_shown, memories))
     _demand(rail.memory in memories, f"{name}.memory", rail.memory, f"{expected} with nic = {_shown(rail.nic)}")
+    if rail.nic == "verbs":
+        usable = re.fullmatch(r"[\w.:-]*", rail.device, re.ASCII) is not None and len(rail.device) <= DEVICE_NAME_BYTES
+        _demand(usable, f"{name}.device", rail.device, "the name of an RDMA device, as `ibv_devices` shows it")
+        _demand(rail.port == 0, f"{name}.port", rail.port, 'none with nic = "verbs"; port_number is of the device')
+    else:
+        for option, default in (("device", ""), ("port_number", 1), ("gid_index", -1)):
+            value = getattr(rail, option)
+            _demand(value == default, f"{name}.{option}", value, 'none without nic = "verbs"')
     if rail.memory == "device":
         named = isinstance(rail.gpu, int) or rail.gpu.isdecimal() or rail.gpu.startswith("GPU-")
         _demand(named, f"{name}.gpu", rail.gpu, 'a UUID, "GPU-...", or number, as memory = "device"')

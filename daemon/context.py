@@ -15,6 +15,7 @@ from railrelay.daemon.emulated import Helpers
 from railrelay.daemon.instance import Instance
 from railrelay.daemon.node_state import NodeState
 from railrelay.daemon.plane import DataPlane
+from railrelay.daemon.verbs import Verbs
 
 
 class Closable(Protocol):
@@ -35,6 +36,7 @@ class Context:
     plane: DataPlane
     commands: Commands
     helpers: Helpers
+    verbs: Verbs
     draining: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

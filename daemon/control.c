@@ -7,9 +7,9 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "nic.h"
+#include "verbs_nic.h"
 
-static const struct rr_nic_ops *const nics[] = {&rr_tcp_nic, &rr_emulated_nic};
+static const struct rr_nic_ops *const nics[] = {&rr_tcp_nic, &rr_emulated_nic, &rr_verbs_nic};
 
 static void *area(const void *segment, uint32_t id)
 {
@@ -43,13 +43,14 @@ struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_pee
     plane->trace_records = area(node, RR_AREA_TRACE);
     plane->clients = calloc(plane->max_clients, sizeof *plane->clients);
     plane->exports = calloc(max_exports, sizeof *plane->exports);
+    plane->peers = calloc(max_peers, sizeof *plane->peers);
     plane->event_capacity = 1024;
     plane->events = calloc(plane->event_capacity, sizeof *plane->events);
     plane->holder_capacity = 1024;
     plane->holders = calloc(plane->holder_capacity, sizeof *plane->holders);
     plane->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pthread_mutex_init(&plane->event_lock, NULL);
-    if (!plane->rail_states || !plane->lane_states || !plane->trace_records || !plane->clients || !plane->exports || !plane->events || !plane->holders ||
+    if (!plane->rail_states || !plane->lane_states || !plane->trace_records || !plane->clients || !plane->exports || !plane->peers || !plane->events || !plane->holders ||
         plane->event_fd < 0 || plane->max_clients > RR_MAX_CLIENTS || rr_guard_install()) {
         rr_plane_free(plane);
         return NULL;
@@ -57,8 +58,9 @@ struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_pee
     return plane;
 }
 
-int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t bytes_per_s)
+int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t bytes_per_s, const struct rr_verbs_options *options)
 {
+    plane->error[0] = 0;
     const struct rr_nic_ops *ops = NULL;
     for (size_t i = 0; i < sizeof nics / sizeof *nics; i++)
         if (strcmp(nics[i]->name, nic) == 0) ops = nics[i];
@@ -69,6 +71,7 @@ int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t
     rail->number = (int)plane->rail_count;
     rail->cpu = cpu;
     rail->bytes_per_s = bytes_per_s;
+    rail->verbs = *options;
     rail->state = &plane->rail_states[rail->number];
     rail->counters = rail->state->counters;
     rail->trace.mask = plane->node->trace_records - 1;
@@ -77,8 +80,14 @@ int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t
     rail->paths = calloc((size_t)plane->max_peers * RR_MAX_RAILS * RR_CLASSES, sizeof *rail->paths);
     pthread_mutex_init(&rail->command_lock, NULL);
     if (rail->kick_fd < 0 || !rail->paths) return -ENOMEM;
+    errno = ENOMEM;
     rail->nic = ops->open(rail);
-    if (!rail->nic) return -errno;
+    if (!rail->nic) {
+        int error = errno;
+        free(rail->paths);
+        close(rail->kick_fd);
+        return -error;
+    }
     return (int)plane->rail_count++;
 }
 
@@ -104,6 +113,9 @@ void rr_plane_stop(struct rr_plane *plane)
         struct rr_rail *rail = &plane->rails[i];
         if (rail->started) pthread_join(rail->thread, NULL);
         rail->started = 0;
+    }
+    for (uint32_t i = 0; i < plane->rail_count; i++) {
+        struct rr_rail *rail = &plane->rails[i];
         if (rail->nic) rail->nic->ops->close(rail->nic);
         rail->nic = NULL;
         for (struct rr_command *command = rail->command_first, *next; command; command = next) {
@@ -116,6 +128,15 @@ void rr_plane_stop(struct rr_plane *plane)
             free(rail->deferred);
             rail->deferred = next;
         }
+    }
+}
+
+static void free_tombstones(struct rr_tombstones *set)
+{
+    while (set) {
+        struct rr_tombstones *older = set->older;
+        free(set);
+        set = older;
     }
 }
 
@@ -137,10 +158,7 @@ static void free_client(struct rr_plane *plane, struct rr_client *client)
     free(client->contexts);
     free(client->regions);
     free(client->remotes);
-    for (struct rr_tombstones *set = client->tombstones, *older; set; set = older) {
-        older = set->older;
-        free(set);
-    }
+    free_tombstones(client->tombstones);
     free(client->header);
     rr_unmap(client->segment);
     free(client);
@@ -150,6 +168,7 @@ void rr_plane_free(struct rr_plane *plane)
 {
     if (!plane) return;
     rr_plane_stop(plane);
+    rr_verbs_free(plane);
     for (uint32_t i = 0; plane->clients && i < plane->max_clients; i++)
         if (plane->clients[i]) free_client(plane, plane->clients[i]);
     for (uint32_t i = 0; i < plane->rail_count; i++) {
@@ -162,6 +181,8 @@ void rr_plane_free(struct rr_plane *plane)
         plane->fences = next;
     }
     if (plane->event_fd >= 0) close(plane->event_fd);
+    for (uint32_t i = 0; plane->peers && i < plane->max_peers; i++) free_tombstones(plane->peers[i].tombstones);
+    free(plane->peers);
     free(plane->clients);
     free(plane->exports);
     free(plane->events);
@@ -281,7 +302,7 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
         memset(&port->state->head, 0, sizeof *port->state - offsetof(struct rr_lane_state, head));
         port->kick_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
         rr_source_init(&port->ring_source, client, header->ring_slices, plane->table_entries,
-                       plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 0);
+                       plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 0, plane->rails[i].nic->ops->one_sided);
         good = port->kick_fd > 0 && port->ring_source.works;
     }
     if (!good) {
@@ -352,7 +373,8 @@ int rr_plane_lease_lane(struct rr_plane *plane, uint32_t number, uint32_t rail, 
     int error = ENOMEM;
     struct rr_mapping *memory = fd < 0 ? rr_made_up(base, bytes) : rr_map(fd, 0, bytes, &error);
     if (!memory) return -error;
-    rr_source_init(&port->lane_source, client, plane->slots, plane->table_entries, plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 1);
+    rr_source_init(&port->lane_source, client, plane->slots, plane->table_entries, plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 1,
+                   plane->rails[rail].nic->ops->one_sided);
     if (!port->lane_source.works) {
         rr_unmap(memory);
         return -ENOMEM;
@@ -377,7 +399,8 @@ int rr_plane_add_bounce(struct rr_plane *plane, uint32_t number, uint32_t rail, 
     if (!client || rail >= plane->rail_count) return -ENOENT;
     struct rr_bouncer *bouncer = &client->ports[rail].bouncer;
     if (bouncer->memory) return -EBUSY;
-    if (bytes < plane->bounce_slots * plane->slot_bytes) return -EINVAL;
+    uint64_t table_bytes = plane->rails[rail].nic->ops->one_sided ? plane->table_entries * sizeof(struct rr_wire_run) : 0;
+    if (bytes < plane->bounce_slots * (plane->slot_bytes + table_bytes)) return -EINVAL;
     int error = 0;
     struct rr_mapping *memory = rr_map(fd, 0, bytes, &error);
     if (!memory) return -error;
@@ -456,12 +479,15 @@ void rr_plane_finish_region_removal(struct rr_plane *plane, uint32_t number, uin
 }
 
 int rr_plane_add_remote(struct rr_plane *plane, uint32_t number, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
-                        uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs)
+                        uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs, uint64_t iova, const uint32_t *rkeys,
+                        uint32_t rkey_count)
 {
     struct rr_client *client = client_at(plane, number);
     if (!client || remote >= plane->remotes_per_client || peer >= plane->max_peers || rail >= RR_MAX_RAILS) return -ENOENT;
+    if (rkey_count > RR_MAX_RAILS) return -EINVAL;
     struct rr_remote *at = &client->remotes[remote];
-    rr_store_release_u32(&at->valid, 0);
+    rr_store_relaxed_u32(&at->valid, 0);
+    rr_full_barrier(); /* with rr_remote_read: nobody takes new fields for old ones */
     at->peer = peer;
     at->handle = handle;
     at->rail = rail;
@@ -469,7 +495,11 @@ int rr_plane_add_remote(struct rr_plane *plane, uint32_t number, uint32_t remote
     at->owner = owner;
     at->window_bytes = window_bytes;
     at->window_runs = window_runs;
-    rr_store_release_u32(&at->valid, 1);
+    at->iova = iova;
+    at->rkey_count = rkey_count;
+    if (rkey_count) memcpy(at->rkeys, rkeys, rkey_count * sizeof *rkeys);
+    if (++plane->remote_version == 0) plane->remote_version = 1;
+    rr_store_release_u32(&at->valid, plane->remote_version);
     return 0;
 }
 
@@ -479,13 +509,81 @@ void rr_plane_remove_remote(struct rr_plane *plane, uint32_t number, uint32_t re
     if (client && remote < plane->remotes_per_client) rr_store_release_u32(&client->remotes[remote].valid, 0);
 }
 
+/* ---- keys of registered memory, by the rail whose device it is registered on ---- */
+
+struct keys {
+    uint32_t keys[RR_MAX_RAILS];
+};
+
+static struct keys *copied_keys(const uint32_t *keys, uint32_t count)
+{
+    struct keys *copy = calloc(1, sizeof *copy);
+    if (copy) memcpy(copy->keys, keys, count * sizeof *keys);
+    return copy;
+}
+
+static void run_lane_keys(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_client *client = command->pointer;
+    struct keys *keys = (struct keys *)(uintptr_t)command->a;
+    memcpy(client->ports[rail->number].lane_lkeys, keys->keys, sizeof keys->keys);
+    free(keys);
+    done(rail, command, 0);
+}
+
+static void run_bounce_keys(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_client *client = command->pointer;
+    struct keys *keys = (struct keys *)(uintptr_t)command->a;
+    memcpy(client->ports[rail->number].bouncer.rkeys, keys->keys, sizeof keys->keys);
+    free(keys);
+    done(rail, command, 0);
+}
+
+static int send_keys(struct rr_plane *plane, uint32_t number, uint32_t rail, const uint32_t *keys, uint32_t count, uint64_t cookie,
+                     void (*run)(struct rr_rail *, struct rr_command *))
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || rail >= plane->rail_count) return -ENOENT;
+    if (count > RR_MAX_RAILS) return -EINVAL;
+    struct keys *copy = copied_keys(keys, count);
+    if (!copy) return -ENOMEM;
+    rr_rail_command(&plane->rails[rail],
+                    (struct rr_command){.run = run, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)copy});
+    return 0;
+}
+
+int rr_plane_set_lane_keys(struct rr_plane *plane, uint32_t number, uint32_t rail, const uint32_t *lkeys, uint32_t count, uint64_t cookie)
+{
+    return send_keys(plane, number, rail, lkeys, count, cookie, run_lane_keys);
+}
+
+int rr_plane_set_bounce_keys(struct rr_plane *plane, uint32_t number, uint32_t rail, const uint32_t *rkeys, uint32_t count, uint64_t cookie)
+{
+    return send_keys(plane, number, rail, rkeys, count, cookie, run_bounce_keys);
+}
+
+/* Before the client learns of the region: no slice names it yet. */
+int rr_plane_set_region_keys(struct rr_plane *plane, uint32_t number, uint32_t region, const uint32_t *lkeys, uint32_t count)
+{
+    struct rr_client *client = client_at(plane, number);
+    if (!client || region >= plane->regions_per_client || !client->regions[region].valid) return -ENOENT;
+    if (count > RR_MAX_RAILS) return -EINVAL;
+    for (uint32_t i = 0; i < count; i++) rr_store_relaxed_u32(&client->regions[region].lkeys[i], lkeys[i]);
+    rr_store_release_u32(&client->regions[region].valid, 1);
+    return 0;
+}
+
 /* ---- sending side ---- */
 
 static void run_add_sender(struct rr_rail *rail, struct rr_command *command)
 {
     struct rr_path *path = rr_path_of(rail, (uint32_t)command->b, (uint32_t)(command->b >> 32), (uint32_t)(command->c & 1));
     if (path->connection) {
-        close((int)command->d);
+        if (rail->nic->ops->one_sided)
+            rr_verbs_drop_endpoint(rail->plane, command->d);
+        else
+            close((int)command->d);
         rr_event_push(rail->plane, RR_EVENT_SENDER_LOST, rail->number, (int64_t)command->a, EEXIST, path->peer, path->remote_rail, 0);
         return;
     }
@@ -534,7 +632,7 @@ int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t conne
 static void run_close_sender(struct rr_rail *rail, struct rr_command *command)
 {
     struct rr_connection *connection = rail->nic->ops->find(rail->nic, command->a);
-    if (connection) rail->nic->ops->lose(rail->nic, connection, ETIMEDOUT);
+    if (connection) rail->nic->ops->lose(rail->nic, connection, ECANCELED);
 }
 
 int rr_plane_close_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection)
@@ -558,7 +656,8 @@ static int of_path(const struct rr_work *work, const void *context)
 static void run_fail_path(struct rr_rail *rail, struct rr_command *command)
 {
     struct path_key key = {(uint32_t)command->a, (uint32_t)command->b, (uint32_t)command->d};
-    rr_path_of(rail, key.peer, key.remote_rail, key.class_)->wanted = 0;
+    if (rail->nic->ops->one_sided) key.class_ = RR_NONE;
+    rr_path_of(rail, key.peer, key.remote_rail, key.class_ == RR_NONE ? 0 : key.class_)->wanted = 0;
     rr_purge(rail, of_path, &key, (uint32_t)command->c);
     done(rail, command, 0);
 }
@@ -589,6 +688,7 @@ static void run_drop_peer(struct rr_rail *rail, struct rr_command *command)
 int rr_plane_drop_peer(struct rr_plane *plane, uint32_t peer, uint32_t result, uint64_t cookie)
 {
     if (peer >= plane->max_peers) return -ENOENT;
+    rr_fetch_add_u32(&plane->peers[peer].incarnation, 1);
     to_all(plane, (struct rr_command){.run = run_drop_peer, .cookie = cookie, .a = peer, .b = result});
     return 0;
 }
@@ -680,6 +780,68 @@ uint32_t rr_plane_holders_result(struct rr_plane *plane, uint64_t cookie, struct
     return count;
 }
 
+/* One-sided NICs: the peer has withdrawn its region. Rails take no new slice for it, since the remotes are gone; what
+ * they posted before has to end. */
+static void run_drain_handle(struct rr_rail *rail, struct rr_command *command)
+{
+    uint32_t peer = (uint32_t)command->a, handle = (uint32_t)command->b;
+    if (!rail->nic->ops->naming || !rail->nic->ops->naming(rail->nic, peer, handle)) {
+        done(rail, command, 0);
+        return;
+    }
+    struct rr_deferred *deferred = malloc(sizeof *deferred);
+    if (!deferred) abort();
+    *deferred = (struct rr_deferred){.next = rail->deferred, .client = RR_NONE, .handle = handle, .peer = peer, .cookie = command->cookie};
+    rail->deferred = deferred;
+}
+
+int rr_plane_drain_handle(struct rr_plane *plane, uint32_t peer, uint32_t handle, uint64_t cookie)
+{
+    if (peer >= plane->max_peers) return -ENOENT;
+    to_all(plane, (struct rr_command){.run = run_drain_handle, .cookie = cookie, .a = peer, .b = handle});
+    return 0;
+}
+
+static int bury(struct rr_tombstones **newest, uint64_t owner, uint64_t tag)
+{
+    struct rr_tombstones *set = *newest;
+    if (!set || set->count == RR_TOMBSTONES) {
+        struct rr_tombstones *fresh = calloc(1, sizeof *fresh);
+        if (!fresh) return -ENOMEM;
+        /* The set that goes has not been looked at since RR_TOMBSTONES aborts, each of which every rail has answered. */
+        if (set && set->older) {
+            free(set->older->older);
+            set->older->older = NULL;
+        }
+        fresh->older = set;
+        rr_store_release_pointer((void **)newest, fresh);
+        set = fresh;
+    }
+    uint64_t at = rr_tombstone_hash(tag);
+    while (set->tags[at] && (set->tags[at] != tag || set->owners[at] != owner)) at = (at + 1) % (2 * RR_TOMBSTONES);
+    if (!set->tags[at]) {
+        set->owners[at] = owner;
+        rr_store_release_u64(&set->tags[at], tag);
+        set->count++;
+    }
+    return 0;
+}
+
+int rr_plane_add_peer_tombstone(struct rr_plane *plane, uint32_t peer, uint32_t owner, uint64_t tag)
+{
+    if (peer >= plane->max_peers || owner >= RR_MAX_CLIENTS) return -ENOENT;
+    if (!tag) return -EINVAL;
+    return bury(&plane->peers[peer].tombstones, rr_peer_owner(&plane->peers[peer], owner), tag);
+}
+
+/* Another client of the peer has this number now. */
+int rr_plane_forget_peer_owner(struct rr_plane *plane, uint32_t peer, uint32_t owner)
+{
+    if (peer >= plane->max_peers || owner >= RR_MAX_CLIENTS) return -ENOENT;
+    rr_fetch_add_u32(&plane->peers[peer].owners[owner], 1);
+    return 0;
+}
+
 /* ---- receiving side ---- */
 
 static void run_add_receiver(struct rr_rail *rail, struct rr_command *command)
@@ -758,7 +920,7 @@ static void refuse(struct rr_rail *rail, struct rr_command *command, uint32_t ha
     }
     struct rr_deferred *deferred = malloc(sizeof *deferred);
     if (!deferred) abort();
-    *deferred = (struct rr_deferred){rail->deferred, number, handle, command->cookie, bounced ? bouncer->filled : 0, tag};
+    *deferred = (struct rr_deferred){rail->deferred, number, handle, RR_NONE, command->cookie, bounced ? bouncer->filled : 0, tag};
     rail->deferred = deferred;
 }
 
@@ -781,36 +943,13 @@ static void run_tombstone(struct rr_rail *rail, struct rr_command *command)
     refuse(rail, command, RR_NONE, command->b, RR_ABORTED);
 }
 
-static uint64_t *tombstone_word(struct rr_tombstones *set, uint64_t tag)
-{
-    uint64_t at = rr_tombstone_hash(tag);
-    while (set->tags[at] && set->tags[at] != tag) at = (at + 1) % (2 * RR_TOMBSTONES);
-    return &set->tags[at];
-}
-
 int rr_plane_add_tombstone(struct rr_plane *plane, uint32_t number, uint64_t tag, uint64_t cookie)
 {
     struct rr_client *client = client_at(plane, number);
     if (!client) return -ENOENT;
     if (!tag) return -EINVAL;
-    struct rr_tombstones *set = client->tombstones;
-    if (!set || set->count == RR_TOMBSTONES) {
-        struct rr_tombstones *fresh = calloc(1, sizeof *fresh);
-        if (!fresh) return -ENOMEM;
-        /* The set that goes has not been looked at since RR_TOMBSTONES aborts, each of which every rail has answered. */
-        if (set && set->older) {
-            free(set->older->older);
-            set->older->older = NULL;
-        }
-        fresh->older = set;
-        rr_store_release_pointer((void **)&client->tombstones, fresh);
-        set = fresh;
-    }
-    uint64_t *word = tombstone_word(set, tag);
-    if (!*word) {
-        rr_store_release_u64(word, tag);
-        set->count++;
-    }
+    int status = bury(&client->tombstones, 0, tag);
+    if (status) return status;
     to_all(plane, (struct rr_command){.run = run_tombstone, .cookie = cookie, .a = number, .b = tag});
     return 0;
 }

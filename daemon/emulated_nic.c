@@ -14,6 +14,7 @@
 
 #include "emulated_ring.h"
 #include "nic.h"
+#include "window.h"
 
 #define EVENTS_PER_POLL 64
 #define WINDOW_NS 1000000ull /* what is posted ahead of the wire; a connection may always post two slices */
@@ -199,21 +200,6 @@ static void emulated_lose(struct rr_nic *base, struct rr_connection *c, int erro
     when_nothing_is_posted(emulated(base), c);
 }
 
-static void again(struct rr_rail *rail, struct rr_work *work, uint32_t otherwise)
-{
-    struct rr_client *client = work->source->client;
-    uint32_t result = rr_transfer_stopped(client, work->transfer, work->generation);
-    if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
-    if (!result) result = otherwise;
-    work->connection = NULL;
-    if (result) {
-        rr_work_done(rail, work, result);
-    } else {
-        rr_count(rail, RR_RAIL_SLICES_RESENT, 1);
-        rr_path_queue(rail, work, 1);
-    }
-}
-
 /* Everything that was posted has ended by itself (LOST), so that only what was not copied is left. */
 static void emulated_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
                             uint32_t otherwise)
@@ -228,7 +214,7 @@ static void emulated_settle(struct rr_nic *base, struct rr_connection *c, uint64
     for (struct rr_work *work = skipped, *next; work; work = next) {
         next = work->next;
         work->next = NULL;
-        again(base->rail, work, otherwise);
+        rr_work_again(base->rail, work, otherwise);
     }
 }
 
@@ -245,7 +231,7 @@ static void emulated_close_senders(struct rr_nic *base, uint32_t peer, uint32_t 
         for (struct rr_work *work = c->skipped, *after; work; work = after) {
             after = work->next;
             work->next = NULL;
-            again(base->rail, work, result);
+            rr_work_again(base->rail, work, result);
         }
         c->skipped = NULL;
         c->otherwise = result;
@@ -386,7 +372,7 @@ static void end_request(struct emulated_nic *nic, struct record *record, uint32_
         work->next = c->skipped;
         c->skipped = work;
     } else if (result == RR_CANCELLED) {
-        again(rail, work, c->otherwise);
+        rr_work_again(rail, work, c->otherwise);
     } else {
         if (result == RR_OK) {
             rr_count(rail, RR_RAIL_FRAMES_SENT, 1);

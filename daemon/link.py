@@ -30,6 +30,7 @@ _REPLIES: Final = (
     protocol.Welcome, protocol.Refused, protocol.PeerRegion, protocol.RailToken, protocol.RailFenced,
     protocol.PeerAborted, protocol.PeerDone,
 )  # fmt: skip
+_EVENTS: Final = (protocol.RailLost, protocol.RailState)
 
 
 class LinkLost(RelayError):
@@ -75,7 +76,7 @@ class Link(asyncio.Protocol):
         """LinkLost, LinkSilent, PeerRefused."""
         if self._transport is None or self._reason:
             raise LinkLost(ErrorCode.CONNECTION_LOST, self._reason or "not connected")
-        assert not isinstance(message, protocol.PeerRegionGone)
+        assert not isinstance(message, _EVENTS)
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._pending[message.id] = future
         self.send(message)
@@ -196,7 +197,7 @@ class Link(asyncio.Protocol):
         if not isinstance(failure, RelayError):
             failure = RelayError(ErrorCode.INTERNAL, f"{type(message).__name__}: {failure}")
             self._report(failure.code, failure.text)
-        if not isinstance(message, protocol.PeerRegionGone):
+        if not isinstance(message, _EVENTS):
             self.send(protocol.Refused(message.id, failure.code, failure.text))
 
     async def _ping(self, silence_s: float) -> None:

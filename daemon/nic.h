@@ -9,9 +9,13 @@
 
 #include "plane.h"
 
+struct rr_bounce_ops; /* bounce.h */
+
 struct rr_nic_ops {
     const char *name;
+    const struct rr_bounce_ops *bounce; /* NULL: it cannot reach private memory */
     int takes_made_up; /* it translates made-up addresses (struct rr_mapping) itself */
+    int one_sided;     /* it writes peers' memory with keys; one connection serves both classes of a path */
     struct rr_nic *(*open)(struct rr_rail *rail);
     void (*close)(struct rr_nic *nic);
     /* Lets poll return when this eventfd is written; descriptors of one client, removed before they are closed. */
@@ -35,6 +39,8 @@ struct rr_nic_ops {
     void (*refuse)(struct rr_nic *nic, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result);
     /* Receiver: may bytes of refused frames still land? NULL: never, once refuse has returned. */
     int (*landing)(struct rr_nic *nic, uint32_t client, uint32_t handle, uint64_t tag);
+    /* One-sided: how many posted frames, or frames of which that is not known any more, name this handle of the peer. */
+    uint32_t (*naming)(struct rr_nic *nic, uint32_t peer, uint32_t handle);
     /* The NIC is of no use any more: everything posted, now and later, ends with this result. NULL: cannot happen. */
     void (*fail)(struct rr_nic *nic, uint32_t result);
     /* Ends work that is stopped and of which the receiver has nothing yet. */
@@ -60,7 +66,7 @@ struct rr_nic {
 struct epoll_event;
 int rr_epoll_wait(int epoll_fd, struct epoll_event *events, int max, int64_t timeout_ns);
 
-extern const struct rr_nic_ops rr_tcp_nic, rr_emulated_nic;
+extern const struct rr_nic_ops rr_tcp_nic, rr_emulated_nic, rr_verbs_nic;
 
 int rr_emulated_ring_fd(struct rr_nic *nic); /* emulated_ring.h; -1: another NIC */
 

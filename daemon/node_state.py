@@ -70,15 +70,16 @@ class NodeState:
         self._peers = self.segment.area(constants["AREA_PEERS"], "peer_state")
         self._errors = self.segment.area(constants["AREA_ERRORS"], "error_record")
         self._error_rows: dict[str, int] = {}
-        rail_states = self.segment.area(constants["AREA_RAILS"], "rail_state")
+        self._rails = self.segment.area(constants["AREA_RAILS"], "rail_state")
         for index, facts in enumerate(rails):
-            rail_states.write(
+            self._rails.write(
                 index,
                 name=facts.identity,
                 address=facts.address,
                 port=facts.port,
                 cpu=config.rail[index].cpu,
                 nic=facts.nic,
+                down=not facts.up,
             )
         self.segment.publish()
         self.reader_fd = segment.open_object(self.segment.name)  # read-only, so that no client can write
@@ -86,6 +87,16 @@ class NodeState:
     def phase(self, name: str) -> None:
         """RUNNING, DRAINING or CLOSED."""
         self.segment.header.set(0, "phase", abi.CONSTANTS[f"PHASE_{name}"])
+
+    def rail(self, rail: int, facts: RailFacts) -> None:
+        """What is known once its NIC is open."""
+        self._rails.write(rail, address=facts.address, down=not facts.up)
+
+    def rail_through(self, rail: int, through: int) -> None:
+        self._rails.set(rail, "taken_by", 0 if through == rail else 1 + through)
+
+    def count_takeover(self, rail: int) -> None:
+        self._rails.set(rail, "takeovers", self._rails.get(rail, "takeovers") + 1)
 
     def client(
         self, row: int, state: ClientState, *, pid: int = 0, rank: int = 0, serial: int = 0, name: str = ""

@@ -8,23 +8,31 @@ they are; only its return, as the same instance or as another, decides about the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import itertools
 import logging
+import os
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
+import msgspec
+
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import Message, RailFacts
-from railrelay.daemon import rails
+from railrelay.daemon import rails, verbs
 from railrelay.daemon.client import Client
+from railrelay.daemon.config import MAX_CLIENTS
 from railrelay.daemon.context import Context
 from railrelay.daemon.link import Answer, Link, LinkLost, LinkSilent, PeerRefused
+from railrelay.daemon.plane import DataPlane
 from railrelay.daemon.rows import Rows
+from railrelay.daemon.takeover import Pair, Takeover
 from railrelay.shm_layout.segment import PeerState
 
 FIRST_PAUSE_S: Final = 0.05
@@ -51,6 +59,7 @@ class Peer:
     callers: int = 0  # of connect()
     regions: int = 0
     fences: int = 0
+    owners: dict[int, int] = field(default_factory=dict)  # number of a client of the peer -> its serial
     gone: bool = False
     failure: RelayError | None = None  # of the last attempt to connect
     news: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -59,6 +68,20 @@ class Peer:
     @property
     def connected(self) -> bool:
         return self.link is not None and not self.link.closed.done()
+
+    def aborted(self, plane: DataPlane, owner: int, serial: int, tags: Iterable[int]) -> None:
+        """Nothing with these tags may be sent to this client of the peer. RelayError: there cannot be such a client."""
+        if not 0 <= owner < MAX_CLIENTS or not 0 <= serial < 1 << 63:
+            raise RelayError(ErrorCode.PROTOCOL, f"peer {self.session} names a client {owner} of serial {serial}")
+        known = self.owners.get(owner, -1)
+        if serial < known:  # what it aborted ended with it
+            return
+        if serial > known >= 0:
+            plane.forget_peer_owner(self.row, owner)
+        self.owners[owner] = serial
+        for tag in tags:
+            if 0 < tag < 1 << 64:
+                plane.add_peer_tombstone(self.row, owner, tag)
 
     def tell(self) -> None:
         """Wakes whoever waits for a change of link, failure or gone."""
@@ -72,6 +95,7 @@ class Sender:
     rail: int
     remote_rail: int
     connection: int | None  # as the receiver numbers it; None: the emulated NIC has no receiver
+    pair: Pair | None = None  # of the queue pair
 
 
 class Peers:
@@ -85,6 +109,8 @@ class Peers:
         self._by_session: dict[str, Peer] = {}
         self._senders: dict[int, Sender] = {}
         self._sender_ids = itertools.count(2, 2)  # even; see rails.Rails
+        self._takeover = Takeover(ctx, self.probe)
+        self._given_back: set[int] = set()  # senders that are closed because the rail's own devices carry again
 
     def get(self, row: int, client: Client) -> Peer:
         """A peer that this client has connected. RelayError."""
@@ -184,6 +210,9 @@ class Peers:
         if peer.instance:
             await self._ctx.commands.to_all(lambda cookie: plane.drop_peer(peer.row, Result.PEER_LOST, cookie))
         self._senders = {number: sender for number, sender in self._senders.items() if sender.peer is not peer}
+        self._takeover.forget(peer)
+        for rail in self._ctx.verbs.ports:
+            self._show_rail(rail)
         del self._by_row[peer.row]
         self._ctx.state.peer(peer.row, PeerState.FREE, session="", instance=0, rails=0)
         self._rows.free(peer.row)
@@ -214,6 +243,7 @@ class Peers:
                     ErrorCode.CONNECTION_LOST, f"peer {peer.session}: control connection ended: {reason}"
                 )
                 self._show(peer, PeerState.LOST)
+                self._close_pairs(f"control connection to {peer.session} ended", peer)  # the receiver fences them, too
             peer.tell()
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -246,10 +276,12 @@ class Peers:
         link.handlers = {
             protocol.PeerAbort: lambda message: self._on_abort(peer, message),
             protocol.PeerRegionGone: lambda message: self._region_gone(peer, message),
+            protocol.RailLost: lambda message: self._rail_lost(peer, message),
+            protocol.RailState: lambda message: self._rail_state(peer, message),
         }
         link.keep_alive(self._ctx.config.timeouts.peer_s)
         peer.link = link
-        log.info("peer %s connected, instance %d, %d rails", peer.session, peer.instance, len(peer.rails))
+        log.info("peer %s connected, instance %016x, %d rails", peer.session, peer.instance, len(peer.rails))
         self._show(peer, PeerState.CONNECTED)
         peer.tell()
 
@@ -285,19 +317,40 @@ class Peers:
     def close_region(self, peer: Peer, handle: int) -> None:
         """Not repeated if the connection is lost: a second close could take another client's opening back."""
         self.count_regions(peer, -1)
-        if peer.link is not None and not peer.gone:
+        if peer.gone:
+            return
+        if self._ctx.verbs:
+            self._ctx.spawn(self._drain_and_close(peer, handle), f"close of a region of {peer.session}")
+        elif peer.link is not None:
             peer.link.send(protocol.PeerCloseRegion(next(peer.ids), handle))
+
+    async def _drain_and_close(self, peer: Peer, handle: int) -> None:
+        link = peer.link
+        await self._drained(peer, handle)
+        if link is not None and link is peer.link and not peer.gone:
+            link.send(protocol.PeerCloseRegion(next(peer.ids), handle))
+
+    async def _drained(self, peer: Peer, handle: int) -> None:
+        plane = self._ctx.plane
+        await self._ctx.commands.to_all(lambda cookie: plane.drain_handle(peer.row, handle, cookie))
 
     def count_regions(self, peer: Peer, change: int) -> None:
         peer.regions += change
         if not peer.gone:
             self._ctx.state.peer_counts(peer.row, regions=peer.regions, fences=peer.fences)
 
-    def _region_gone(self, peer: Peer, message: protocol.PeerRegionGone) -> None:
+    def _region_gone(self, peer: Peer, message: protocol.PeerRegionGone) -> Answer | Awaitable[Answer]:
         for client in peer.users:
             for remote in client.remotes.values():
                 if remote.peer is peer and remote.handle == message.handle:
                     client.send(protocol.RegionGone(remote.index))
+                    if self._ctx.verbs:  # nothing but this keeps a slice from being posted
+                        self._ctx.plane.remove_remote(client.row, remote.index)
+        return self._answer_gone(peer, message) if self._ctx.verbs else protocol.PeerDone(message.id)
+
+    async def _answer_gone(self, peer: Peer, message: protocol.PeerRegionGone) -> Answer:
+        await self._drained(peer, message.handle)
+        return protocol.PeerDone(message.id)
 
     # ---- rail connections ----
 
@@ -311,28 +364,14 @@ class Peers:
 
     async def _connect_rail(self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int) -> None:
         ctx, deadline, pause_s = self._ctx, time.monotonic() + self._ctx.config.timeouts.connect_s, FIRST_PAUSE_S
-        if "emulated" in (ctx.rails[rail].nic, peer.rails[remote_rail].nic):
+        nics = {ctx.rails[rail].nic, peer.rails[remote_rail].nic}
+        if "emulated" in nics or len(nics) > 1:
             self._connect_emulated(peer, rail, remote_rail, express, epoch)
             return
+        work = self._connect_verbs if "verbs" in nics else self._connect_tcp
         while not peer.gone:
-            remaining = max(0.05, deadline - time.monotonic())
             try:
-                token = await self.ask(
-                    peer,
-                    lambda n: protocol.RailConnect(n, rail, remote_rail, express, epoch),
-                    protocol.RailToken,
-                    remaining,
-                )
-                remaining = max(0.05, deadline - time.monotonic())
-                sender = await rails.connect(
-                    ctx.rails[rail],
-                    peer.rails[remote_rail],
-                    remote_rail,
-                    token.connection,
-                    token.token,
-                    ctx.config.tcp,
-                    remaining,
-                )
+                sender, handed = await work(peer, rail, remote_rail, express, epoch, deadline)
             except RelayError as failure:
                 if peer.gone:
                     return
@@ -343,13 +382,112 @@ class Peers:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1.0)
                 continue
-            if peer.gone:
-                sender.close()
-                return
             number = next(self._sender_ids)
-            self._senders[number] = Sender(peer, rail, remote_rail, token.connection)
-            ctx.plane.add_sender(rail, number, peer.row, remote_rail, express, epoch, sender.detach())
+            self._senders[number] = sender
+            ctx.plane.add_sender(rail, number, peer.row, remote_rail, express, epoch, handed)
+            if sender.pair is not None:
+                self._show_rail(rail)
+                self._takeover.carries(peer, sender, partial(self._end_takeover, number))
             return
+
+    async def _connect_tcp(
+        self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int, deadline: float
+    ) -> tuple[Sender, int]:
+        """The sender, and its socket for the data plane. RelayError."""
+        token = await self.ask(
+            peer,
+            lambda n: protocol.RailConnect(n, rail, remote_rail, express, epoch),
+            protocol.RailToken,
+            _left(deadline),
+        )
+        connected = await rails.connect(
+            self._ctx.rails[rail],
+            peer.rails[remote_rail],
+            remote_rail,
+            token.connection,
+            token.token,
+            self._ctx.config.tcp,
+            _left(deadline),
+        )
+        if peer.gone:
+            connected.close()
+            raise RelayError(ErrorCode.PEER_LOST, f"peer {peer.session} was dropped")
+        return Sender(peer, rail, remote_rail, token.connection), connected.detach()
+
+    async def _connect_verbs(
+        self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int, deadline: float
+    ) -> tuple[Sender, int]:
+        """The sender, and its endpoint for the data plane. RelayError."""
+        pair = self._takeover.choose(peer, rail, remote_rail)
+
+        def request(number: int, endpoint: protocol.Endpoint) -> protocol.RailConnect:
+            return protocol.RailConnect(number, rail, remote_rail, express, epoch, endpoint, pair.there)
+
+        connection, endpoint = await self._queue_pair(peer, rail, pair, request, _left(deadline))
+        if peer.gone:
+            self._ctx.verbs.drop(endpoint)
+            raise RelayError(ErrorCode.PEER_LOST, f"peer {peer.session} was dropped")
+        return Sender(peer, rail, remote_rail, connection, pair), endpoint
+
+    async def _queue_pair(
+        self,
+        peer: Peer,
+        rail: int,
+        pair: Pair,
+        request: Callable[[int, protocol.Endpoint], protocol.RailConnect],
+        timeout_s: float,
+    ) -> tuple[int, int]:
+        """(connection as the receiver numbers it, endpoint here), both ends ready. RelayError."""
+        nics = self._ctx.verbs
+        endpoint, own = await nics.open(rail, pair.here, sending=True)
+        try:
+            token = await self.ask(peer, lambda n: request(n, own), protocol.RailToken, timeout_s)
+        except BaseException:
+            nics.drop(endpoint)
+            raise
+        try:
+            remote = verbs.checked_endpoint(f"peer {peer.session}", token.endpoint, pair.there, peer.rails)
+        except RelayError:
+            nics.drop(endpoint)
+            self._forsake(peer, token.connection)
+            raise
+        try:
+            await nics.connect(rail, endpoint, pair.here, remote)
+        except BaseException as failure:
+            if isinstance(failure, RelayError):
+                self._takeover.suspect(peer, pair)
+            self._forsake(peer, token.connection)
+            raise
+        return token.connection, endpoint
+
+    def _forsake(self, peer: Peer, connection: int) -> None:
+        """The receiver has a queue pair that nobody will use."""
+        if not peer.gone and peer.link is not None:
+            self._ctx.spawn(self._fence_unused(peer, connection), f"end of an unused queue pair of {peer.session}")
+
+    async def _fence_unused(self, peer: Peer, connection: int) -> None:
+        with contextlib.suppress(RelayError):  # it ends with the control connection, too
+            await self.ask(
+                peer,
+                lambda n: protocol.FenceRail(n, connection),
+                protocol.RailFenced,
+                self._ctx.config.timeouts.peer_s,
+            )
+
+    async def probe(self, peer: Peer, rail: int, remote_rail: int) -> None:
+        """Whether the devices of the two rails reach each other: a queue pair that carries nothing but a write of zero
+        bytes. RelayError."""
+        pair, timeout_s = Pair(rail, remote_rail), self._ctx.config.timeouts.connect_s
+
+        def request(number: int, endpoint: protocol.Endpoint) -> protocol.RailConnect:
+            return protocol.RailConnect(number, rail, remote_rail, False, 0, endpoint, remote_rail, probe=True)
+
+        connection, endpoint = await self._queue_pair(peer, rail, pair, request, timeout_s)
+        try:
+            await self._ctx.verbs.probe(rail, endpoint, timeout_s)
+        finally:
+            self._ctx.verbs.drop(endpoint)
+            self._forsake(peer, connection)
 
     def _connect_emulated(self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int) -> None:
         """There is nothing to connect: the emulated NIC copies between clients of this daemon."""
@@ -362,8 +500,12 @@ class Peers:
             return
         ctx.state.error(
             ErrorCode.RAIL_DOWN,
-            f"rail {local.identity} ({local.nic}) to {remote.identity} ({remote.nic}) of {peer.session}: the emulated"
-            " NIC only reaches clients of its own daemon",
+            f"rail {local.identity} ({local.nic}) to {remote.identity} ({remote.nic}) of {peer.session}: "
+            + (
+                "the emulated NIC only reaches clients of its own daemon"
+                if "emulated" in (local.nic, remote.nic)
+                else "configure the same nic for this rail on both nodes"
+            ),
         )
         self._fail_path(peer, rail, remote_rail, express)
 
@@ -373,17 +515,25 @@ class Peers:
             lambda cookie: plane.fail_path(rail, peer.row, remote_rail, express, Result.RAIL_DOWN, cookie)
         )
 
-    def sender_lost(self, number: int, error: int) -> None:
+    def sender_lost(self, number: int, error: int, in_flight: int) -> None:
         sender = self._senders.get(number)
         if sender is None or sender.peer.gone:
             return
         peer = sender.peer
+        if sender.pair is not None:
+            if in_flight:
+                self._takeover.lost(peer, sender.rail, sender.remote_rail)
+            if error == errno.ETIMEDOUT:  # the other end was not reached
+                self._takeover.suspect(peer, sender.pair)
         peer.fences += 1
         self.count_regions(peer, 0)
-        self._ctx.state.error(
-            ErrorCode.CONNECTION_LOST,
-            f"peer {peer.session}: connection of rail {sender.rail} to rail {sender.remote_rail} lost (errno {error})",
-        )
+        where = f"peer {peer.session}: connection of rail {sender.rail} to rail {sender.remote_rail}"
+        if number in self._given_back:
+            self._given_back.remove(number)
+            log.info("%s given back to its own devices", where)
+        else:
+            reason = os.strerror(error) if error else "closed"
+            self._ctx.state.error(ErrorCode.CONNECTION_LOST, f"{where} lost (errno {error}, {reason})")
         self._ctx.spawn(self._settle(number, sender), f"fence of rail {sender.rail} at {peer.session}")
 
     async def _settle(self, number: int, sender: Sender) -> None:
@@ -415,7 +565,56 @@ class Peers:
                 settle = partial(plane.settle_sender, sender.rail, number, fenced.placed, fenced.acks)
                 await self._ctx.commands.send(settle)
                 self._senders.pop(number, None)
+                if sender.pair is not None:
+                    self._show_rail(sender.rail)
                 return
+
+    # ---- ports of verbs rails ----
+
+    def _end_takeover(self, number: int) -> None:
+        """The rail's own devices carry again: what is not placed is sent over them, after the fence."""
+        sender = self._senders.get(number)
+        if sender is not None:
+            self._given_back.add(number)
+            self._ctx.plane.close_sender(sender.rail, number)
+
+    def _rail_state(self, peer: Peer, message: protocol.RailState) -> None:
+        if not 0 <= message.rail < len(peer.rails) or peer.rails[message.rail].nic != "verbs":
+            raise RelayError(ErrorCode.PROTOCOL, f"peer {peer.session} tells the state of a rail {message.rail}")
+        peer.rails[message.rail] = msgspec.structs.replace(peer.rails[message.rail], up=message.up)
+        if not message.up:
+            self._close_pairs(f"port of rail {message.rail} of {peer.session} is down", peer, there=message.rail)
+
+    def _rail_lost(self, peer: Peer, message: protocol.RailLost) -> None:
+        for number, sender in self._senders.items():
+            if sender.peer is peer and sender.connection == message.connection and sender.pair is not None:
+                self._ctx.plane.close_sender(sender.rail, number)
+
+    def port_changed(self, rail: int, up: bool) -> None:
+        """Of a rail here; its facts know it already."""
+        if not up:
+            self._close_pairs(f"port of rail {rail} is down", here=rail)
+
+    def _close_pairs(
+        self, why: str, peer: Peer | None = None, *, here: int | None = None, there: int | None = None
+    ) -> None:
+        """Queue pairs, of all peers or one, on all devices or those of a rail here or there."""
+        for number, sender in self._senders.items():
+            pair = sender.pair
+            if pair is None or peer not in (None, sender.peer):
+                continue
+            if here in (None, pair.here) and there in (None, pair.there):
+                log.info("%s: connection of rail %d to %s closed", why, sender.rail, sender.peer.session)
+                self._ctx.plane.close_sender(sender.rail, number)
+
+    def _show_rail(self, rail: int) -> None:
+        """By which device the rail sends now."""
+        others = [
+            sender.pair.here
+            for sender in self._senders.values()
+            if sender.rail == rail and sender.pair is not None and sender.pair.here != rail
+        ]
+        self._ctx.state.rail_through(rail, others[-1] if others else rail)
 
     def fence_senders(self, peers: list[Peer]) -> None:
         """Closes the rail connections to these peers; their slices are settled by the fence."""
@@ -436,6 +635,10 @@ class Peers:
                 peer.keeper.cancel()
             if peer.link is not None:
                 peer.link.close("the daemon ends")
+
+
+def _left(deadline: float) -> float:
+    return max(0.05, deadline - time.monotonic())
 
 
 def _check_same(peer: Peer, welcome: protocol.Welcome) -> None:

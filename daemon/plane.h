@@ -35,7 +35,8 @@ enum rr_event_kind {
     RR_EVENT_CLIENT_DETACHED,
     RR_EVENT_VIOLATION,
     RR_EVENT_NOTE_DUE,
-    RR_EVENT_TRANSFER_ENDED
+    RR_EVENT_TRANSFER_ENDED,
+    RR_EVENT_PORT_CHANGED
 };
 
 struct rr_event {
@@ -59,9 +60,11 @@ struct rr_region {
     uint64_t bytes;
     struct rr_mapping *mapping; /* NULL: private memory */
     uint8_t *base;
+    uint32_t lkeys[RR_MAX_RAILS]; /* by the rail whose device reads it; 0: not registered there */
 };
 
-/* A region of a peer that this client opened; same rules. */
+/* A region of a peer that this client opened; same rules. `valid` is another number after each change, so that a rail
+ * which reads the fields can tell that they belong together. */
 struct rr_remote {
     uint32_t valid;
     uint32_t peer;
@@ -71,6 +74,9 @@ struct rr_remote {
     uint32_t owner;
     uint32_t window_bytes;
     uint32_t window_runs;
+    uint32_t rkey_count; /* 0: only the peer's daemon itself can write it */
+    uint64_t iova;
+    uint32_t rkeys[RR_MAX_RAILS]; /* by the peer's rail whose device writes it */
 };
 
 /* A local region as one peer session may write it; same rules. */
@@ -128,6 +134,13 @@ struct rr_ack {
 
 enum rr_work_state { RR_WORK_FREE = 0, RR_WORK_QUEUED, RR_WORK_PARKED, RR_WORK_POSTED };
 
+/* A slot of bounce memory at the receiver. The keys: one-sided NICs. */
+struct rr_grant {
+    uint64_t grant; /* slot + 1; 0: none */
+    uint64_t address, table_address;
+    uint32_t rkey, owner;
+};
+
 /* One slice being moved: a private, checked copy of its block table as source pieces and remote runs. */
 struct rr_work {
     struct rr_work *next;
@@ -136,10 +149,10 @@ struct rr_work {
     struct rr_connection *connection;
     struct iovec *pieces;
     struct rr_wire_run *runs;
+    uint32_t *piece_regions, *run_remotes; /* one-sided NICs: where the keys are; NULL for others. Lanes: no regions */
     uint64_t sequence;
     uint64_t bytes;
     uint64_t tag;
-    uint64_t grant;
     uint64_t parked_ns;
     uint64_t began_ns, filled_ns; /* the client's words: only shown */
     uint64_t taken_ns, posted_ns; /* posted: 0 until the NIC has it */
@@ -148,6 +161,7 @@ struct rr_work {
     uint32_t transfer, generation;
     uint32_t peer, remote_rail, class_, owner, window_bytes, window_runs;
     uint32_t state;
+    struct rr_grant grant;
 };
 
 /* A slice of a transfer that was stopped, sent on a connection that was lost: its slot or ticket is given back, since
@@ -190,6 +204,7 @@ struct rr_bounce_pending {
 /* Bounce memory of one client on one rail: how frames reach memory that only its own process can write. */
 struct rr_bouncer {
     struct rr_mapping *memory;
+    uint32_t rkeys[RR_MAX_RAILS]; /* by the device that writes it; 0: not registered there */
     struct rr_bounce *shared; /* NULL: no bounce memory */
     struct rr_bounce *ring;   /* this and the next two are found at attach, while the segment's header can be trusted */
     struct rr_bounce_frame *frames;
@@ -210,6 +225,7 @@ struct rr_port {
     uint64_t ring_completed;
     struct rr_source lane_source, ring_source;
     struct rr_mapping *lane_memory; /* NULL: not leased */
+    uint32_t lane_lkeys[RR_MAX_RAILS];
     struct rr_lane_state *state;    /* row of the node segment */
     struct rr_bouncer bouncer;
     int kick_fd;
@@ -241,6 +257,15 @@ struct rr_tombstones {
     struct rr_tombstones *older;
     uint32_t count;
     uint64_t tags[2 * RR_TOMBSTONES];
+    uint64_t owners[2 * RR_TOMBSTONES]; /* of aborts by a peer's client: rr_peer_owner(); else 0 */
+};
+
+/* What clients of a peer have aborted, for NICs whose receiver cannot refuse. A peer's row serves another peer under
+ * another incarnation, so that old entries say nothing of it; likewise the numbers of its clients. */
+struct rr_peer_aborts {
+    struct rr_tombstones *tombstones;
+    uint32_t incarnation;
+    uint32_t owners[RR_MAX_CLIENTS];
 };
 
 /* Peer, remote rail and class: where slices wait for a connection or for their turn on it. */
@@ -266,7 +291,18 @@ struct rr_command {
 struct rr_deferred {
     struct rr_deferred *next;
     uint32_t client, handle;
+    uint32_t peer; /* RR_NONE, or: until no posted frame names this peer's handle */
     uint64_t cookie, until, tag;
+};
+
+/* What a rail with a verbs NIC is opened with. */
+enum rr_verbs_flush { RR_FLUSH_AUTO = 0, RR_FLUSH_ALWAYS, RR_FLUSH_NEVER };
+
+struct rr_verbs_options {
+    char device[64];
+    int32_t port, gid_index;
+    uint32_t send_depth, signal_every;
+    uint32_t flush;
 };
 
 struct rr_rail {
@@ -281,6 +317,7 @@ struct rr_rail {
     struct rr_path *active;
     struct rr_nic *nic;
     struct rr_deferred *deferred;
+    struct rr_verbs_options verbs;
     struct rr_trace_writer trace;
     uint64_t now_ns; /* 0: not known (rr_rail_now) */
     uint64_t bytes_per_s; /* emulated NIC */
@@ -301,10 +338,14 @@ struct rr_plane {
     uint64_t instance;
     uint32_t rail_count, max_clients, max_peers, max_sessions, max_exports, regions_per_client, remotes_per_client;
     uint32_t slots, table_entries, bounce_slots;
+    uint32_t remote_version; /* main thread */
+    struct rr_peer_aborts *peers; /* [max_peers] */
     uint64_t slot_bytes, spin_ns;
     struct rr_rail rails[RR_MAX_RAILS];
     struct rr_client **clients;
     struct rr_export *exports;
+    struct rr_verbs *verbs; /* NULL: no such rail */
+    char error[256];        /* why the last call on the main thread failed, if a number does not say it */
     int event_fd;
     pthread_mutex_t event_lock;
     struct rr_event *events;
@@ -329,7 +370,8 @@ struct rr_holder {
 /* ---- control.c: main thread ---- */
 struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
                                  uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns);
-int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t bytes_per_s); /* rail or -errno */
+/* rail or -errno, with plane->error set where a number does not say it. options: verbs NIC. */
+int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t bytes_per_s, const struct rr_verbs_options *options);
 int rr_plane_fail_nic(struct rr_plane *plane, uint32_t rail, uint32_t result);
 int rr_plane_start(struct rr_plane *plane);
 void rr_plane_stop(struct rr_plane *plane);
@@ -348,7 +390,14 @@ int rr_plane_add_region(struct rr_plane *plane, uint32_t client, uint32_t region
 int rr_plane_remove_region(struct rr_plane *plane, uint32_t client, uint32_t region, uint64_t cookie);
 void rr_plane_finish_region_removal(struct rr_plane *plane, uint32_t client, uint32_t region, int busy);
 int rr_plane_add_remote(struct rr_plane *plane, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
-                        uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs);
+                        uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs, uint64_t iova, const uint32_t *rkeys,
+                        uint32_t rkey_count);
+int rr_plane_set_lane_keys(struct rr_plane *plane, uint32_t client, uint32_t rail, const uint32_t *lkeys, uint32_t count, uint64_t cookie);
+int rr_plane_set_region_keys(struct rr_plane *plane, uint32_t client, uint32_t region, const uint32_t *lkeys, uint32_t count);
+int rr_plane_set_bounce_keys(struct rr_plane *plane, uint32_t client, uint32_t rail, const uint32_t *rkeys, uint32_t count, uint64_t cookie);
+int rr_plane_drain_handle(struct rr_plane *plane, uint32_t peer, uint32_t handle, uint64_t cookie);
+int rr_plane_add_peer_tombstone(struct rr_plane *plane, uint32_t peer, uint32_t owner, uint64_t tag);
+int rr_plane_forget_peer_owner(struct rr_plane *plane, uint32_t peer, uint32_t owner);
 void rr_plane_remove_remote(struct rr_plane *plane, uint32_t client, uint32_t remote);
 int rr_plane_add_sender(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
                         uint32_t epoch, int fd);
@@ -396,7 +445,8 @@ int rr_collect(struct rr_rail *rail);
 /* Is there anything to collect? For the look before sleeping. */
 int rr_collect_pending(struct rr_rail *rail);
 int rr_collect_filling(struct rr_rail *rail); /* a slot is announced and not filled yet */
-void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane);
+void rr_source_init(struct rr_source *source, struct rr_client *client, uint32_t works, uint32_t table_entries, uint32_t flows, int is_lane,
+                    int one_sided);
 void rr_source_free(struct rr_source *source);
 
 /* ---- local_slices.c: rail thread ---- */
@@ -436,8 +486,13 @@ static inline void rr_work_posted(struct rr_rail *rail, struct rr_work *work)
 
 /* ---- any rail thread ---- */
 int rr_has_tombstone(const struct rr_client *client, uint64_t tag);
+int rr_aborted_by_peer(const struct rr_plane *plane, uint32_t peer, uint32_t owner, uint64_t tag);
 
 static inline uint64_t rr_tombstone_hash(uint64_t tag) { return (tag * 0x9e3779b97f4a7c15ull >> 40) % (2 * RR_TOMBSTONES); }
+static inline uint64_t rr_peer_owner(const struct rr_peer_aborts *aborts, uint32_t owner)
+{
+    return (uint64_t)rr_load_relaxed_u32(&aborts->incarnation) << 40 | (uint64_t)rr_load_relaxed_u32(&aborts->owners[owner]) << 8 | owner;
+}
 
 static inline void rr_count(struct rr_rail *rail, enum rr_rail_counter id, uint64_t value) { rr_counter_add(&rail->counters[id], value); }
 

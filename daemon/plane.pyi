@@ -3,7 +3,8 @@ thread. Calls that take a ``cookie`` are commands to rail threads: each rail add
 (COMMAND_DONE, rail, cookie, value, 0, 0, 0), in the order given. The segment and all tables live as long as this object.
 """
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 COMMAND_DONE: Final[int]  # (kind, rail, cookie, value, 0, 0, 0)
 CONNECT_WANTED: Final[int]  # (kind, rail, peer, remote_rail, express, epoch, 0): slices wait for a sender connection
@@ -25,6 +26,8 @@ TRANSFER_ENDED: Final[
     int
 ]  # (kind, rail, client, transfer, generation, result, 0): only for transfers watch() asked about
 
+PORT_CHANGED: Final[int]  # (kind, rail, up, ibv event code, 0, 0, 0): verbs; the rail's own device
+
 class DataPlane:
     @property
     def event_fd(self) -> int: ...
@@ -41,8 +44,91 @@ class DataPlane:
         spin_us: int,
     ) -> None:
         """``node_segment``: the mapped, published node segment (rail, lane, client states are found through its table)."""
-    def add_rail(self, *, nic: str, cpu: int, bytes_per_s: int = 0) -> int:
-        """nic: "tcp", or "emulated" with its rate (ValueError names them). Returns the rail's number; before start()."""
+    def add_rail(
+        self,
+        *,
+        nic: str,
+        cpu: int,
+        bytes_per_s: int = 0,
+        device: str = "",
+        port: int = 1,
+        gid_index: int = 0,
+        sq_depth: int = 1024,
+        signal_every: int = 64,
+        flush: str = "auto",
+    ) -> int:
+        """nic: "tcp", "emulated" with its rate, or "verbs" with a device name, its port and GID index (ValueError names
+        them). OSError says what the device lacks. Returns the rail's number; before start()."""
+
+    # verbs NICs. Rails name devices: `through` is the rail whose device is meant. register_memory() to connect_endpoint()
+    # take no GIL while they wait and may be called on worker threads.
+    def verbs_facts(self, rail: int) -> dict[str, Any]:
+        """gid (bytes), lid, mtu (bytes), up, ethernet, max_sge, max_qp_wr, max_cqe, max_mr_size; as of now."""
+    def queue_pairs(self, rail: int) -> int:
+        """How many there are on the rail's device, of all rails, senders and receivers."""
+    def register_memory(
+        self,
+        through: int,
+        address: int,
+        nbytes: int,
+        *,
+        dmabuf_fd: int = -1,
+        dmabuf_offset: int = 0,
+        flush: bool = False,
+    ) -> tuple[int, int, int]:
+        """(key id, lkey, rkey). address: this process's mapping, or with a dma-buf the address that work names it by.
+        flush: a key for set_flush_targets() alone; a page is enough. OSError."""
+    def deregister_memory(self, key: int) -> None:
+        """Nothing may be posted that names its keys. OSError if it is not known."""
+    def set_lane_keys(self, client: int, rail: int, lkeys: list[int], cookie: int) -> None:
+        """Keys of the client's lane on the rail, by the rail whose device reads it. That rail alone answers; before the
+        client learns of the lane."""
+    def set_region_keys(self, client: int, region: int, lkeys: list[int]) -> None:
+        """Before the client learns of the region."""
+    def set_bounce_keys(self, client: int, rail: int, rkeys: list[int], cookie: int) -> None:
+        """The rail answers. Memory for add_bounce() of a verbs rail has room for the run tables of all slots after the
+        slots: bounce_slots * table_entries * 16 bytes more; all of it is registered."""
+    def bounce_base(self, client: int, rail: int) -> int:
+        """Address at which bounce memory is mapped here, for register_memory(). KeyError."""
+    def new_endpoint(self, rail: int, through: int, *, sending: bool) -> tuple[int, int, int]:
+        """(endpoint id, queue pair number, packet sequence number): a queue pair that serves ``rail``, for add_sender() or
+        probe_endpoint() if ``sending``, else for add_receiver(). OSError."""
+    def connect_endpoint(
+        self,
+        endpoint: int,
+        *,
+        gid: bytes,
+        qpn: int,
+        psn: int,
+        lid: int,
+        mtu: int,
+        remote_through: int,
+        timeout: int,
+        retry_count: int,
+        rnr_retry: int,
+        min_rnr_timer: int = 12,
+        traffic_class: int = 0,
+        service_level: int = 0,
+    ) -> None:
+        """Ready to receive and to send; mtu in bytes, for the path. remote_through: the peer's rail whose device its end
+        is on: picks the rkeys. OSError."""
+    def drop_endpoint(self, endpoint: int) -> None:
+        """One that has not been given to add_sender() or add_receiver(), or only probed. Idempotent."""
+    def probe_endpoint(self, endpoint: int, cookie: int) -> None:
+        """Writes no bytes through a connected endpoint that is not a sender or receiver. The endpoint's rail answers: value
+        = 0, or the status of the completion (IBV_WC_...)."""
+    def set_flush_targets(self, rail: int, through: int, targets: list[tuple[int, int]]) -> None:
+        """(address, rkey) of a byte of each GPU whose memory is received into: receivers of the rail through this device
+        read them before they answer, so that what was written is there for the GPU. Call it before add_receiver(), each
+        time, and when targets change. Without any call it is so only if the rail's flush is "always", with a byte of
+        host memory. Like new_endpoint(), for a worker. OSError."""
+    def drain_handle(self, peer: int, handle: int, cookie: int) -> None:
+        """After remove_remote() of all that name the peer's handle: each rail answers once no frame on its way names it."""
+    def add_peer_tombstone(self, peer: int, owner: int, tag: int) -> None:
+        """The peer's client ``owner`` (its row there) has aborted the tag: verbs rails post nothing with it any more. Kept
+        until drop_peer() or forget_peer_owner()."""
+    def forget_peer_owner(self, peer: int, owner: int) -> None:
+        """Another client of the peer has this row now: what was aborted before is not its."""
     def emulated_fds(self, rail: int) -> tuple[int, int]:
         """Memory that the rail shares with its helper process, and the rail's kick eventfd; the plane's. -1: no emulated NIC."""
     def fail_nic(self, rail: int, result: int) -> None:
@@ -90,8 +176,12 @@ class DataPlane:
         owner: int,
         window_bytes: int,
         window_runs: int,
+        *,
+        iova: int = 0,
+        rkeys: Sequence[int] = (),
     ) -> None:
-        """rail: the peer's rail of the region; owner, window_bytes and window_runs as in protocol.RegionOpened."""
+        """rail: the peer's rail of the region; owner, window_bytes and window_runs as in protocol.RegionOpened. verbs: the
+        address by which keys name its begin, and the keys by the peer's rail whose device writes it."""
     def remove_remote(self, client: int, remote: int) -> None: ...
 
     # transfers
@@ -118,7 +208,8 @@ class DataPlane:
     def add_sender(
         self, rail: int, connection: int, peer: int, remote_rail: int, express: bool, epoch: int, fd: int
     ) -> None:
-        """Hands over a connected non-blocking socket after its preamble was written; the plane owns and closes it."""
+        """Hands over a connected non-blocking socket after its preamble was written; the plane owns and closes it. verbs: a
+        connected endpoint's id in its place; it serves both classes, and express says nothing."""
     def settle_sender(self, rail: int, connection: int, placed: int, acks: bytes, cookie: int) -> None:
         """The receiver has fenced the connection: placed slices complete, refused ones fail, others are queued again."""
     def close_sender(self, rail: int, connection: int) -> None:
@@ -129,7 +220,8 @@ class DataPlane:
         """Fails everything for the peer, posted included, with ``result`` and closes its sender connections. All rails answer."""
 
     # sessions (receiving side)
-    def add_receiver(self, rail: int, connection: int, session: int, fd: int) -> None: ...
+    def add_receiver(self, rail: int, connection: int, session: int, fd: int) -> None:
+        """fd as in add_sender(). verbs: before the peer is told the endpoint's queue pair number."""
     def fence_receiver(self, rail: int, connection: int) -> None:
         """Closes it; RECEIVER_FENCED when its last bounced frame is settled."""
     def fence_acks(self, connection: int) -> bytes:

@@ -4,6 +4,7 @@ import os
 
 from cpython.buffer cimport PyBUF_WRITABLE, PyObject_GetBuffer, PyBuffer_Release, Py_buffer
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 
 cdef extern from "plane.h" nogil:
     enum:
@@ -16,8 +17,16 @@ cdef extern from "plane.h" nogil:
         RR_EVENT_VIOLATION
         RR_EVENT_NOTE_DUE
         RR_EVENT_TRANSFER_ENDED
+        RR_EVENT_PORT_CHANGED
         RR_WINDOW
         RR_NONE
+        RR_FLUSH_AUTO
+        RR_FLUSH_ALWAYS
+        RR_FLUSH_NEVER
+    struct rr_verbs_options:
+        char device[64]
+        int port, gid_index
+        uint32_t send_depth, signal_every, flush
     struct rr_event:
         int64_t kind, rail, a, b, c, d, e
     struct rr_ack:
@@ -54,11 +63,12 @@ cdef extern from "plane.h" nogil:
     struct rr_plane:
         rr_rail *rails
         int event_fd
+        char error[256]
         uint32_t rail_count, max_clients, regions_per_client
         rr_client **clients
     rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
                               uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns)
-    int rr_plane_add_rail(rr_plane *, const char *nic, int cpu, uint64_t bytes_per_s)
+    int rr_plane_add_rail(rr_plane *, const char *nic, int cpu, uint64_t bytes_per_s, const rr_verbs_options *)
     int rr_plane_fail_nic(rr_plane *, uint32_t rail, uint32_t result)
     int rr_plane_start(rr_plane *)
     void rr_plane_stop(rr_plane *)
@@ -74,7 +84,14 @@ cdef extern from "plane.h" nogil:
     int rr_plane_remove_region(rr_plane *, uint32_t client, uint32_t region, uint64_t cookie)
     void rr_plane_finish_region_removal(rr_plane *, uint32_t client, uint32_t region, int busy)
     int rr_plane_add_remote(rr_plane *, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t bytes,
-                            uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs)
+                            uint32_t rail, uint32_t owner, uint32_t window_bytes, uint32_t window_runs, uint64_t iova,
+                            const uint32_t *rkeys, uint32_t rkey_count)
+    int rr_plane_set_lane_keys(rr_plane *, uint32_t client, uint32_t rail, const uint32_t *lkeys, uint32_t count, uint64_t cookie)
+    int rr_plane_set_region_keys(rr_plane *, uint32_t client, uint32_t region, const uint32_t *lkeys, uint32_t count)
+    int rr_plane_set_bounce_keys(rr_plane *, uint32_t client, uint32_t rail, const uint32_t *rkeys, uint32_t count, uint64_t cookie)
+    int rr_plane_drain_handle(rr_plane *, uint32_t peer, uint32_t handle, uint64_t cookie)
+    int rr_plane_add_peer_tombstone(rr_plane *, uint32_t peer, uint32_t owner, uint64_t tag)
+    int rr_plane_forget_peer_owner(rr_plane *, uint32_t peer, uint32_t owner)
     void rr_plane_remove_remote(rr_plane *, uint32_t client, uint32_t remote)
     int rr_plane_add_sender(rr_plane *, uint32_t rail, uint64_t connection, uint32_t peer, uint32_t remote_rail, int express,
                             uint32_t epoch, int fd)
@@ -100,6 +117,39 @@ cdef extern from "plane.h" nogil:
 cdef extern from "nic.h" nogil:
     int rr_emulated_ring_fd(rr_nic *)
 
+cdef extern from "verbs_nic.h" nogil:
+    enum:
+        RR_VERBS_ERROR_BYTES
+    struct rr_verbs_facts:
+        uint8_t gid[16]
+        uint32_t lid, mtu_bytes, port_up, ethernet, max_sge, max_qp_wr, max_cqe
+        uint64_t max_mr_bytes
+    struct rr_verbs_key:
+        uint64_t id
+        uint32_t lkey, rkey
+    struct rr_verbs_target:
+        uint64_t address
+        uint32_t rkey
+    enum rr_verbs_use:
+        RR_VERBS_DATA
+        RR_VERBS_FLUSH
+    struct rr_verbs_endpoint:
+        uint64_t id
+        uint32_t qpn, psn
+    struct rr_verbs_route:
+        uint8_t gid[16]
+        uint32_t qpn, psn, lid, mtu_bytes, remote_through, timeout, retry_count, rnr_retry, min_rnr_timer, traffic_class, service_level
+    int rr_read_verbs_facts "rr_verbs_facts"(rr_plane *, uint32_t rail, rr_verbs_facts *out)
+    int rr_verbs_queue_pairs(rr_plane *, uint32_t rail)
+    int rr_verbs_register(rr_plane *, uint32_t through, uint64_t address, uint64_t nbytes, int dmabuf_fd, uint64_t dmabuf_offset,
+                          rr_verbs_use use, rr_verbs_key *out)
+    int rr_verbs_set_flush(rr_plane *, uint32_t rail, uint32_t through, const rr_verbs_target *targets, uint32_t count, char *error)
+    int rr_verbs_deregister(rr_plane *, uint64_t id)
+    int rr_verbs_new_endpoint(rr_plane *, uint32_t rail, uint32_t through, int sending, rr_verbs_endpoint *out, char *error)
+    int rr_verbs_connect(rr_plane *, uint64_t endpoint, const rr_verbs_route *route, char *error)
+    int rr_verbs_drop_endpoint(rr_plane *, uint64_t endpoint)
+    int rr_verbs_probe(rr_plane *, uint64_t endpoint, uint64_t cookie)
+
 cdef extern from "atomics.h" nogil:
     uint64_t rr_load_acquire_u64(const uint64_t *)
     uint64_t rr_load_relaxed_u64(const uint64_t *)
@@ -119,12 +169,27 @@ CLIENT_DETACHED = RR_EVENT_CLIENT_DETACHED
 VIOLATION = RR_EVENT_VIOLATION
 NOTE_DUE = RR_EVENT_NOTE_DUE
 TRANSFER_ENDED = RR_EVENT_TRANSFER_ENDED
+PORT_CHANGED = RR_EVENT_PORT_CHANGED
 
 
 cdef int check(int status) except -1:
     if status < 0:
         raise OSError(-status, os.strerror(-status))
     return status
+
+
+cdef int check_text(int status, const char *text) except -1:
+    if status < 0:
+        raise OSError(-status, text.decode("utf-8", "replace") or os.strerror(-status))
+    return status
+
+
+cdef uint32_t key_list(keys, uint32_t *out) except? 0xffffffff:
+    if len(keys) > 16:
+        raise ValueError(f"{len(keys)} keys; one for each rail, at most 16")
+    for i, key in enumerate(keys):
+        out[i] = key
+    return len(keys)
 
 
 cdef void prefault(uint8_t *base, uint64_t left):
@@ -167,13 +232,124 @@ cdef class DataPlane:
     cdef rr_client *client(self, uint32_t client) noexcept:
         return self.plane.clients[client] if client < self.plane.max_clients else NULL
 
-    def add_rail(self, *, nic, int cpu, uint64_t bytes_per_s=0):
-        try:
-            return check(rr_plane_add_rail(self.plane, nic.encode(), cpu, bytes_per_s))
-        except OSError as error:
-            if error.errno == 95:
-                raise ValueError(f'nic: {nic!r} is not one of "tcp", "emulated"') from None
-            raise
+    def add_rail(self, *, nic, int cpu, uint64_t bytes_per_s=0, device="", int port=1, int gid_index=0, uint32_t sq_depth=1024,
+                 uint32_t signal_every=64, flush="auto"):
+        if nic not in ("tcp", "emulated", "verbs"):
+            raise ValueError(f'nic: {nic!r} is not one of "tcp", "emulated", "verbs"')
+        cdef rr_verbs_options options
+        name = device.encode()
+        if len(name) > 63:
+            raise ValueError(f"device: {device!r} is longer than 63 bytes")
+        memcpy(options.device, <const char *> name, len(name) + 1)
+        options.port, options.gid_index = port, gid_index
+        options.send_depth, options.signal_every = sq_depth, signal_every
+        options.flush = {"auto": RR_FLUSH_AUTO, "always": RR_FLUSH_ALWAYS, "never": RR_FLUSH_NEVER}[flush]
+        return check_text(rr_plane_add_rail(self.plane, nic.encode(), cpu, bytes_per_s, &options), self.plane.error)
+
+    def verbs_facts(self, uint32_t rail):
+        cdef rr_verbs_facts facts
+        check(rr_read_verbs_facts(self.plane, rail, &facts))
+        return {
+            "gid": <bytes> (<const char *> facts.gid)[:16], "lid": facts.lid, "mtu": facts.mtu_bytes, "up": bool(facts.port_up),
+            "ethernet": bool(facts.ethernet), "max_sge": facts.max_sge, "max_qp_wr": facts.max_qp_wr, "max_cqe": facts.max_cqe,
+            "max_mr_size": facts.max_mr_bytes,
+        }
+
+    def queue_pairs(self, uint32_t rail):
+        return check(rr_verbs_queue_pairs(self.plane, rail))
+
+    def register_memory(self, uint32_t through, uint64_t address, uint64_t nbytes, *, int dmabuf_fd=-1, uint64_t dmabuf_offset=0,
+                        bint flush=False):
+        cdef rr_verbs_key key
+        cdef int status
+        with nogil:
+            status = rr_verbs_register(self.plane, through, address, nbytes, dmabuf_fd, dmabuf_offset,
+                                       RR_VERBS_FLUSH if flush else RR_VERBS_DATA, &key)
+        check(status)
+        return key.id, key.lkey, key.rkey
+
+    def deregister_memory(self, uint64_t key):
+        cdef int status
+        with nogil:
+            status = rr_verbs_deregister(self.plane, key)
+        check(status)
+
+    def set_lane_keys(self, uint32_t client, uint32_t rail, lkeys, uint64_t cookie):
+        cdef uint32_t[16] keys
+        cdef uint32_t count = key_list(lkeys, keys)
+        check(rr_plane_set_lane_keys(self.plane, client, rail, keys, count, cookie))
+
+    def set_region_keys(self, uint32_t client, uint32_t region, lkeys):
+        cdef uint32_t[16] keys
+        cdef uint32_t count = key_list(lkeys, keys)
+        check(rr_plane_set_region_keys(self.plane, client, region, keys, count))
+
+    def set_bounce_keys(self, uint32_t client, uint32_t rail, rkeys, uint64_t cookie):
+        cdef uint32_t[16] keys
+        cdef uint32_t count = key_list(rkeys, keys)
+        check(rr_plane_set_bounce_keys(self.plane, client, rail, keys, count, cookie))
+
+    def bounce_base(self, uint32_t client, uint32_t rail):
+        cdef rr_client *at = self.client(client)
+        if at is NULL or rail >= self.plane.rail_count or at.ports[rail].bouncer.memory is NULL:
+            raise KeyError((client, rail))
+        return <uint64_t> at.ports[rail].bouncer.memory.base
+
+    def new_endpoint(self, uint32_t rail, uint32_t through, *, bint sending):
+        cdef rr_verbs_endpoint endpoint
+        cdef char[256] error
+        cdef int status
+        error[0] = 0
+        with nogil:
+            status = rr_verbs_new_endpoint(self.plane, rail, through, sending, &endpoint, error)
+        check_text(status, error)
+        return endpoint.id, endpoint.qpn, endpoint.psn
+
+    def connect_endpoint(self, uint64_t endpoint, *, bytes gid, uint32_t qpn, uint32_t psn, uint32_t lid, uint32_t mtu,
+                         uint32_t remote_through, uint32_t timeout, uint32_t retry_count, uint32_t rnr_retry,
+                         uint32_t min_rnr_timer=12, uint32_t traffic_class=0, uint32_t service_level=0):
+        cdef rr_verbs_route route
+        cdef char[256] error
+        cdef int status
+        if len(gid) != 16:
+            raise ValueError(f"gid of {len(gid)} bytes; expected 16")
+        memcpy(route.gid, <const char *> gid, 16)
+        route.qpn, route.psn, route.lid, route.mtu_bytes, route.remote_through = qpn, psn, lid, mtu, remote_through
+        route.timeout, route.retry_count, route.rnr_retry, route.min_rnr_timer = timeout, retry_count, rnr_retry, min_rnr_timer
+        route.traffic_class, route.service_level = traffic_class, service_level
+        error[0] = 0
+        with nogil:
+            status = rr_verbs_connect(self.plane, endpoint, &route, error)
+        check_text(status, error)
+
+    def drop_endpoint(self, uint64_t endpoint):
+        rr_verbs_drop_endpoint(self.plane, endpoint)
+
+    def probe_endpoint(self, uint64_t endpoint, uint64_t cookie):
+        check(rr_verbs_probe(self.plane, endpoint, cookie))
+
+    def set_flush_targets(self, uint32_t rail, uint32_t through, targets):
+        cdef rr_verbs_target[16] found
+        cdef uint32_t count = len(targets)
+        cdef char[256] error
+        cdef int status
+        if count > 16:
+            raise ValueError(f"{count} targets; at most 16")
+        for i, (address, rkey) in enumerate(targets):
+            found[i].address, found[i].rkey = address, rkey
+        error[0] = 0
+        with nogil:
+            status = rr_verbs_set_flush(self.plane, rail, through, found, count, error)
+        check_text(status, error)
+
+    def drain_handle(self, uint32_t peer, uint32_t handle, uint64_t cookie):
+        check(rr_plane_drain_handle(self.plane, peer, handle, cookie))
+
+    def forget_peer_owner(self, uint32_t peer, uint32_t owner):
+        check(rr_plane_forget_peer_owner(self.plane, peer, owner))
+
+    def add_peer_tombstone(self, uint32_t peer, uint32_t owner, uint64_t tag):
+        check(rr_plane_add_peer_tombstone(self.plane, peer, owner, tag))
 
     def start(self):
         check(rr_plane_start(self.plane))
@@ -261,9 +437,11 @@ cdef class DataPlane:
         rr_plane_finish_region_removal(self.plane, client, region, busy)
 
     def add_remote(self, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint64_t nbytes, uint32_t rail,
-                   uint32_t owner, uint32_t window_bytes, uint32_t window_runs):
+                   uint32_t owner, uint32_t window_bytes, uint32_t window_runs, *, uint64_t iova=0, rkeys=()):
+        cdef uint32_t[16] keys
+        cdef uint32_t count = key_list(rkeys, keys)
         check(rr_plane_add_remote(self.plane, client, remote, peer, handle, nbytes, rail, owner, window_bytes,
-                                  window_runs))
+                                  window_runs, iova, keys, count))
 
     def remove_remote(self, uint32_t client, uint32_t remote):
         rr_plane_remove_remote(self.plane, client, remote)

@@ -76,6 +76,7 @@ struct rr_path *rr_path_of(struct rr_rail *rail, uint32_t peer, uint32_t remote_
 
 static void want_connection(struct rr_rail *rail, struct rr_path *path)
 {
+    if (rail->nic->ops->one_sided && path->class_) path = rr_path_of(rail, path->peer, path->remote_rail, 0);
     if (path->connection || path->wanted || path->broken) return;
     path->wanted = 1;
     rr_count(rail, RR_RAIL_CONNECTION_WAITS, 1);
@@ -307,18 +308,26 @@ void rr_debt_paid(struct rr_rail *rail, struct rr_debt *debt, uint32_t result)
     slice_done(rail, source, debt->transfer, debt->generation, result, debt->bytes);
 }
 
-int rr_has_tombstone(const struct rr_client *client, uint64_t tag)
+static int has_tombstone(struct rr_tombstones *const *newest, uint64_t owner, uint64_t tag)
 {
-    const struct rr_tombstones *set = rr_load_acquire_pointer((void *const *)&client->tombstones);
+    const struct rr_tombstones *set = rr_load_acquire_pointer((void *const *)newest);
     /* Two sets are enough: a third may be on its way out. */
     for (int sets = 0; set && tag && sets < 2; set = set->older, sets++) {
         for (uint64_t at = rr_tombstone_hash(tag);; at = (at + 1) % (2 * RR_TOMBSTONES)) {
-            uint64_t seen = rr_load_relaxed_u64(&set->tags[at]);
-            if (seen == tag) return 1;
+            uint64_t seen = rr_load_acquire_u64(&set->tags[at]); /* its owner was written before */
+            if (seen == tag && set->owners[at] == owner) return 1;
             if (!seen) break;
         }
     }
     return 0;
+}
+
+int rr_has_tombstone(const struct rr_client *client, uint64_t tag) { return has_tombstone(&client->tombstones, 0, tag); }
+
+int rr_aborted_by_peer(const struct rr_plane *plane, uint32_t peer, uint32_t owner, uint64_t tag)
+{
+    const struct rr_peer_aborts *aborts = &plane->peers[peer];
+    return owner < RR_MAX_CLIENTS && has_tombstone(&aborts->tombstones, rr_peer_owner(aborts, owner), tag);
 }
 
 /* ---- the cycle ---- */
@@ -363,6 +372,14 @@ static int post(struct rr_rail *rail)
     return work_count;
 }
 
+static int still_landing(struct rr_rail *rail, const struct rr_deferred *deferred)
+{
+    const struct rr_nic_ops *ops = rail->nic->ops;
+    const struct rr_client *client = rail->by_number[deferred->client];
+    if (client && client->ports[rail->number].bouncer.reclaimed < deferred->until) return 1;
+    return ops->landing && ops->landing(rail->nic, deferred->client, deferred->handle, deferred->tag);
+}
+
 static int reclaim(struct rr_rail *rail)
 {
     int work_count = 0;
@@ -373,10 +390,8 @@ static int reclaim(struct rr_rail *rail)
     struct rr_deferred **link = &rail->deferred;
     while (*link) {
         struct rr_deferred *deferred = *link;
-        struct rr_client *client = rail->by_number[deferred->client];
         const struct rr_nic_ops *ops = rail->nic->ops;
-        int waits = client && client->ports[rail->number].bouncer.reclaimed < deferred->until;
-        if (waits || (ops->landing && ops->landing(rail->nic, deferred->client, deferred->handle, deferred->tag))) {
+        if (deferred->peer != RR_NONE ? ops->naming(rail->nic, deferred->peer, deferred->handle) != 0 : still_landing(rail, deferred)) {
             link = &deferred->next;
             continue;
         }

@@ -55,7 +55,7 @@ class Rails:
         self.facts: list[RailFacts] = []
         try:
             for index, rail in enumerate(config.rail):
-                if rail.nic == "emulated":  # it reaches nobody outside
+                if rail.nic != "tcp":  # nobody connects to it
                     self.facts.append(RailFacts(config.identity(index), rail.nic, rail.address, 0))
                     continue
                 listener = self._listeners[index] = _listening(f"rail[{index}]", rail.address, rail.port)
@@ -69,6 +69,10 @@ class Rails:
         self._admit, self._expired = admit, expired
         for rail, listener in self._listeners.items():
             self._acceptors.append(Acceptor(listener, f"rail {rail}", partial(self._accept, rail), self._report))
+
+    def new_connection(self) -> int:
+        """The id of a connection that needs no token."""
+        return next(self._ids)
 
     def issue(self, rail: int, session: int) -> tuple[int, bytes]:
         """(connection id, token) for one connection to ``rail``."""
@@ -156,10 +160,11 @@ def check_facts(session: str, rails: list[RailFacts]) -> None:
             raise RelayError(
                 ErrorCode.RAIL_MISMATCH, f"{session}, rail {index}: {facts.address[:64]!r} is not an IP address"
             ) from None
-        if (facts.nic, facts.port) != ("emulated", 0) and (facts.nic != "tcp" or not 0 < facts.port < 65536):
+        without_port = facts.nic in ("verbs", "emulated") and facts.port == 0
+        if not without_port and (facts.nic != "tcp" or not 0 < facts.port < 65536):
             raise RelayError(
                 ErrorCode.RAIL_MISMATCH,
-                f"{session}, rail {index}: {facts.nic[:16]!r} on port {facts.port}; expected tcp or emulated",
+                f"{session}, rail {index}: {facts.nic[:16]!r} on port {facts.port}; expected tcp, verbs or emulated",
             )
 
 

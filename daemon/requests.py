@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import os
 import secrets
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -18,7 +19,8 @@ import msgspec
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import Message
-from railrelay.daemon.client import Client, Region, Remote
+from railrelay.daemon import dmabuf
+from railrelay.daemon.client import KEPT_TAGS, Client, Region, Remote
 from railrelay.daemon.context import Context, on_worker, run_on_worker
 from railrelay.daemon.emulated import Source, made_up_base
 from railrelay.daemon.local_route import LocalRoute, handed_of
@@ -31,6 +33,7 @@ CAPABILITY_BYTES: Final = 16
 LONGEST_WAIT_S: Final = 3600.0
 LARGEST_DEVICE_REGION: Final = 1 << 40  # made-up addresses of one memory
 IPC_BYTES: Final = 64
+TAG_BYTES: Final = 8
 
 Reply = Message | None  # None: it was sent already, with descriptors
 
@@ -80,15 +83,23 @@ class Requests:
             del self._regions[capability]
 
     async def forget_memory(self, client: Client) -> None:
-        """Helpers of emulated NICs let go of the memory of a client that has nothing in flight any more."""
+        """Verbs devices and helpers of emulated NICs let go of the memory of a client that has nothing in flight any
+        more."""
         for rail, lane in client.lanes.items():
-            if lane.number:
-                await self._ctx.helpers.remove(lane.number, rail=rail)
+            await self._forget_lane(rail, lane)
+        for memory in client.bounces:
+            await self._ctx.verbs.deregister(memory.keys)
         for region in client.regions.values():
             await self._forget_region(region)
 
+    async def _forget_lane(self, rail: int, lane: Memory) -> None:
+        await self._ctx.verbs.deregister(lane.keys)
+        if lane.number:
+            await self._ctx.helpers.remove(lane.number, rail=rail)
+
     async def _forget_region(self, region: Region) -> None:
         region.handed.close()
+        await self._ctx.verbs.deregister(region.keys)
         number, region.memory = region.memory, 0
         if number:
             await self._ctx.helpers.remove(number, region.kind)
@@ -107,13 +118,15 @@ class Requests:
         client.lanes[rail] = Memory("", -1, 0)  # taken, while the memory is being made
         try:
             name = ctx.names.lane_memory(rail, client.row, generation)
-            device = ctx.helpers.device(rail)
+            device = ctx.helpers.device(rail) or ctx.verbs.gpu(rail)
             memory = client.lanes[rail] = await on_worker(lambda: self._new_lane(name, device))
             emulated = ctx.helpers.get(rail) is not None
+            if emulated or device:
+                memory.number = ctx.helpers.new_memory()
             if emulated:
                 await self._show_lane(rail, memory)
             ctx.state.lane(rail, client.row, pid=client.pid, rank=client.rank, generation=generation)
-            fd, base = (-1, made_up_base(memory.number)) if emulated else (memory.fd, 0)
+            fd, base = (-1, made_up_base(memory.number)) if memory.number else (memory.fd, 0)
             await ctx.commands.send(
                 lambda cookie: ctx.plane.lease_lane(client.row, rail, fd, memory.nbytes, generation, cookie, base=base)
             )
@@ -121,10 +134,11 @@ class Requests:
             ctx.state.lane_free(rail, client.row)
             failed = client.lanes.pop(rail)
             failed.close()
-            if failed.number:
-                await ctx.helpers.remove(failed.number, rail=rail)
+            await self._forget_lane(rail, failed)
             raise
         await run_on_worker(lambda: ctx.plane.prefault_rail(client.row, rail))
+        if ctx.rails[rail].nic == "verbs":
+            await self._register_lane(client, rail, memory)
         kind = "device" if memory.device else "host"
         leased = protocol.Leased(message.id, rail, generation, memory.nbytes, kind, memory.device)
         client.socket.send(leased, (memory.fd,))
@@ -140,10 +154,19 @@ class Requests:
 
         return device_memory.reserve(device, nbytes)
 
+    async def _register_lane(self, client: Client, rail: int, memory: Memory) -> None:
+        """A lane is leased once: a client whose lane cannot be registered may ask again, and gets the same error."""
+        ctx = self._ctx
+        if memory.keys.dmabuf < 0 and memory.device:
+            memory.keys.dmabuf = await dmabuf.export(memory.fd, memory.nbytes, memory.device)
+        base = ctx.plane.lane_base(client.row, rail)
+        await ctx.verbs.register(memory.keys, f"relay memory of rail {rail}", base, memory.nbytes)
+        keys = memory.keys.lkeys
+        await ctx.commands.send(lambda cookie: ctx.plane.set_lane_keys(client.row, rail, keys, cookie))
+
     async def _show_lane(self, rail: int, memory: Memory) -> None:
         """The data plane of an emulated rail knows relay memory by a made-up address; only the helper maps it."""
         helpers = self._ctx.helpers
-        memory.number = helpers.new_memory()
         kind = "vmm" if memory.device else "host"
         source = Source(made_up_base(memory.number), memory.nbytes, kind, fd=memory.fd, handle_bytes=memory.nbytes)
         await helpers.add(memory.number, source, rail)
@@ -165,8 +188,10 @@ class Requests:
             _check_file(fds[0], message.offset, message.bytes)
         else:
             _check_handle(message)
-        # Where the rail's relay memory is GPU memory, its NIC reaches other GPU memory by its handle.
-        reached = of_gpu and message.handle != "" and ctx.helpers.device(rail) != ""
+        # Where the rail's relay memory is GPU memory, an emulated NIC reaches other GPU memory by its handle. A verbs
+        # device does by a dma-buf.
+        copied = of_gpu and message.handle != "" and ctx.helpers.device(rail) != ""
+        reached = copied or (of_gpu and message.dmabuf and ctx.rails[rail].nic == "verbs")
         direct = message.shared or reached
         index = client.region_rows.take()
         if index is None:
@@ -177,7 +202,7 @@ class Requests:
         base = made_up_base(number) if reached else 0
         mapped = fds[0] if message.shared else -1
         receive = message.receive or message.shared
-        kind = message.handle if reached else "host"
+        kind = message.handle if copied else "host"
         region = Region(
             client,
             index,
@@ -207,11 +232,14 @@ class Requests:
         client.regions[index] = region
         self._count(client)
         if direct:
-            fd = fds[0] if message.shared or kind == "vmm" else -1  # else it may be the dma-buf
-            base = ctx.plane.region_base(client.row, index)
-            source = Source(base, message.bytes, kind, message.offset, fd, message.ipc, message.handle_bytes)
             try:
-                await ctx.helpers.add(number, source)
+                if message.shared or copied:
+                    fd = fds[0] if message.shared or kind == "vmm" else -1  # else it may be the dma-buf
+                    base = ctx.plane.region_base(client.row, index)
+                    source = Source(base, message.bytes, kind, message.offset, fd, message.ipc, message.handle_bytes)
+                    await ctx.helpers.add(number, source)
+                if ctx.verbs and not copied:
+                    await self._register_region(client, region, message, fds)
             except (RelayError, OSError):
                 readers = await ctx.commands.to_all(lambda cookie: ctx.plane.remove_region(client.row, index, cookie))
                 if readers:  # it named the region before it was told of it
@@ -242,16 +270,32 @@ class Requests:
                 memory.close_fd()
         return None
 
+    async def _register_region(
+        self, client: Client, region: Region, message: protocol.Register, fds: list[int]
+    ) -> None:
+        ctx = self._ctx
+        if message.dmabuf:
+            region.keys.dmabuf = os.dup(fds[-1])
+        base = ctx.plane.region_base(client.row, region.index)
+        what = f"region {region.index} of {client}"
+        await ctx.verbs.register(region.keys, what, base, region.nbytes, dmabuf_offset=message.dmabuf_offset)
+        ctx.plane.set_region_keys(client.row, region.index, region.keys.lkeys)
+
     async def _add_bounces(self, client: Client) -> None:
         ctx, made = self._ctx, list[Memory]()
         try:
             for rail in range(len(ctx.rails)):
                 name = ctx.names.bounce_memory(rail, client.row, next(self._bounce_serials))
-                made.append(await on_worker(partial(reserve, name, ctx.config.relay.bounce_bytes)))
+                nbytes = ctx.config.relay.bounce_bytes
+                if ctx.rails[rail].nic == "verbs":  # the run tables, too, come by a write of the sender
+                    nbytes += ctx.config.relay.bounce_table_bytes
+                made.append(await on_worker(partial(reserve, name, nbytes)))
             client.bounces = made  # before the plane knows of it: if the client leaves now, they end with it
             for rail, memory in enumerate(made):
                 await self._add_bounce(client, rail, memory)
                 await run_on_worker(partial(ctx.plane.prefault_rail, client.row, rail))
+                if ctx.rails[rail].nic == "verbs":
+                    await self._register_bounce(client, rail, memory)
         except BaseException:
             if not client.bounces:
                 for memory in made:
@@ -262,6 +306,13 @@ class Requests:
         return self._ctx.commands.send(
             lambda cookie: self._ctx.plane.add_bounce(client.row, rail, memory.fd, memory.nbytes, cookie)
         )
+
+    async def _register_bounce(self, client: Client, rail: int, memory: Memory) -> None:
+        ctx = self._ctx
+        base = ctx.plane.bounce_base(client.row, rail)
+        await ctx.verbs.register(memory.keys, f"bounce memory of rail {rail}", base, memory.nbytes)
+        keys = memory.keys.rkeys
+        await ctx.commands.send(lambda cookie: ctx.plane.set_bounce_keys(client.row, rail, keys, cookie))
 
     async def _unregister(self, client: Client, message: protocol.Unregister) -> Reply:
         region = client.regions.pop(message.region, None)
@@ -332,6 +383,9 @@ class Requests:
             try:
                 self._peers.check(peer, client)  # it may have gone meanwhile
                 _check_region(peer, opened)
+                if ctx.verbs:
+                    tags = struct.unpack(f"<{len(opened.aborted) // TAG_BYTES}Q", opened.aborted)
+                    peer.aborted(ctx.plane, opened.owner, opened.owner_serial, tags)
                 self._ctx.plane.add_remote(
                     client.row,
                     index,
@@ -342,6 +396,8 @@ class Requests:
                     opened.owner,
                     opened.window_bytes,
                     opened.window_runs,
+                    iova=opened.iova,
+                    rkeys=list(opened.rkeys),
                 )
             except Exception:
                 self._peers.close_region(peer, opened.handle)
@@ -396,6 +452,7 @@ class Requests:
         deadline = time.monotonic() + timeout_s
         if not 0 < message.tag < 1 << 64:
             raise RelayError(ErrorCode.BAD_ARGUMENT, f"tag {message.tag}: expected 1 to 2**64 - 1")
+        client.abort(message.tag)  # first: sessions that open a region from now on learn of it
         refused = ctx.commands.to_all(lambda cookie: ctx.plane.add_tombstone(client.row, message.tag, cookie))
         done, _ = await asyncio.wait([refused], timeout=timeout_s)
         if not done:
@@ -458,5 +515,10 @@ def _check_region(peer: Peer, opened: protocol.PeerRegion) -> None:
         and 0 < opened.bytes < 1 << 63
         and 0 <= opened.address < 1 << 64
         and all(0 <= number < (1 << 32) - 1 for number in numbers)
+        and 0 <= opened.iova < (1 << 64) - opened.bytes
+        and len(opened.rkeys) in (0, len(peer.rails))
+        and all(0 <= key < 1 << 32 for key in opened.rkeys)
+        and len(opened.aborted) % TAG_BYTES == 0
+        and len(opened.aborted) <= KEPT_TAGS * TAG_BYTES
     ):
         raise RelayError(ErrorCode.PROTOCOL, f"peer {peer.session} describes a region that cannot be: {opened}")

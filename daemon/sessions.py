@@ -2,6 +2,11 @@
 
 A session belongs to one instance of a sending daemon. It outlives its control connection for session_linger_s, so that
 the sender can come back and ask which frames were placed; what it could still write is fenced at once.
+
+A sender on a verbs rail writes by itself, and nothing here can refuse a slice: before memory is withdrawn the sender
+has confirmed that it lets go, or its queue pairs are fenced. What a sender must know before it writes again (regions
+that are gone, tags that were aborted) is owed to it until it has confirmed it, over any number of control connections:
+it gets that before any new queue pair.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 from collections import OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,27 +29,41 @@ from railrelay.daemon.context import Context
 from railrelay.daemon.link import Answer, Link
 from railrelay.daemon.rails import Rails, check_facts
 from railrelay.daemon.rows import Handles, Rows
+from railrelay.daemon.verbs import checked_endpoint
 
 HELLO_TIMEOUT_S: Final = 5.0
 MAX_STRANGERS: Final = 64  # control connections that have not said Hello yet
 KEPT_FENCES: Final = 1024  # a session
 KEPT_NOTES: Final = 4096  # ids of delivered notes a session, to tell a repeated one
+PROBE_LIFE_S: Final = 30.0
+
+Debt = tuple[str, int, int]  # what is owed: "gone", handle; or "abort", owner's serial, tag
 
 log = logging.getLogger("railrelay")
 
 
 @dataclass
 class Export:
-    """A region as one session may write it; ``users`` counts its PeerOpenRegion minus PeerCloseRegion."""
+    """A region as one session may write it; ``users`` counts its PeerOpenRegion minus PeerCloseRegion. withdrawn: it is
+    given out no more, and its sender is told."""
 
     handle: int
     region: Region
     users: int = 0
+    letting_go: asyncio.Task[None] | None = None
     removal: asyncio.Future[int] | None = None
 
     @property
     def withdrawn(self) -> bool:
-        return self.removal is not None
+        return self.letting_go is not None or self.removal is not None
+
+
+@dataclass
+class Probe:
+    """The receiving end of a queue pair that carries nothing."""
+
+    endpoint: int
+    expiry: asyncio.TimerHandle
 
 
 @dataclass
@@ -59,6 +79,11 @@ class Session:
     fenced: OrderedDict[int, tuple[int, bytes]] = field(default_factory=OrderedDict)
     waiting: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # connections being fenced
     notes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    opening: int = 0  # queue pairs
+    pairs: dict[tuple[int, int], int] = field(default_factory=dict)  # local and remote rail -> latest connection
+    probes: dict[int, Probe] = field(default_factory=dict)  # by connection
+    owed: dict[Debt, Callable[[int], protocol.PeerMessage]] = field(default_factory=dict)
+    told: dict[int, tuple[int, Link | None]] = field(default_factory=dict)  # client's row -> its serial, and where
     linger: asyncio.TimerHandle | None = None
     ended: bool = False
 
@@ -140,7 +165,7 @@ class Sessions:
             old.close("replaced by a new control connection")
             self._fence_all(session)
         session.link = link
-        log.info("sender %s connected, instance %d", session.name, session.instance)
+        log.info("sender %s connected, instance %016x", session.name, session.instance)
         link.address = session.name
         link.handlers = {
             protocol.PeerOpenRegion: lambda message: self._open(session, message),
@@ -151,6 +176,16 @@ class Sessions:
         }
         link.keep_alive(self._ctx.config.timeouts.peer_s)
         link.closed.add_done_callback(lambda _: self._link_lost(session, link))
+        for debt in list(session.owed):
+            self._ctx.spawn(self._pay(session, link, debt), f"what {session.name} must know")
+
+    async def _pay(self, session: Session, link: Link, debt: Debt) -> None:
+        """The sender has asked for nothing over this connection yet."""
+        reply = protocol.PeerDone if debt[0] == "gone" else protocol.PeerAborted
+        with contextlib.suppress(RelayError):
+            request = session.owed[debt](link.new_id())
+            await link.request(request, reply, self._ctx.config.timeouts.peer_s)
+            session.owed.pop(debt, None)
 
     def _link_lost(self, session: Session, link: Link) -> None:
         if session.link is not link or session.ended:
@@ -216,6 +251,7 @@ class Sessions:
                 )
             self._ctx.plane.add_export(handle, session.index, region.client.row, region.index, region.nbytes)
             export = session.exports[handle] = Export(handle, region)
+        aborted = self._untold_tags(session, region.client)
         export.users += 1
         window_bytes = 0 if region.direct else int(self._ctx.config.relay.slot_bytes)
         return protocol.PeerRegion(
@@ -227,7 +263,24 @@ class Sessions:
             region.client.row,
             window_bytes,
             self._ctx.config.relay.table_entries,
+            region.client.serial,
+            self._ctx.plane.region_base(region.client.row, region.index) if region.keys.rkeys else 0,
+            tuple(region.keys.rkeys),
+            aborted,
         )
+
+    def _untold_tags(self, session: Session, client: Client) -> bytes:
+        """Tags that the client has aborted, if its aborts have not reached the sender of this session: it had no region
+        of the client, or another control connection."""
+        known = any(
+            export.region.client is client and export.users > 0 and not export.withdrawn
+            for export in session.exports.values()
+        )
+        told = (client.serial, session.link)
+        if (known and session.told.get(client.row) == told) or not self._ctx.verbs:
+            return b""
+        session.told[client.row] = told
+        return struct.pack(f"<{len(client.aborted)}Q", *client.aborted)
 
     def _close_region(self, session: Session, message: protocol.PeerCloseRegion) -> Answer | Awaitable[Answer]:
         export = session.exports.get(message.handle)
@@ -253,11 +306,38 @@ class Sessions:
             for export in session.exports.values()
             if export.region.client is client and region in (None, export.region)
         ]
-        for session, export in found:
-            if session.link is not None and not export.withdrawn:
-                session.link.send(protocol.PeerRegionGone(export.handle))
-        work = [self._ctx.spawn(self._withdraw(session, export), "withdrawal of a region") for session, export in found]
+        work = [
+            self._ctx.spawn(self._take_back(session, export), "withdrawal of a region") for session, export in found
+        ]
         await asyncio.gather(*map(asyncio.shield, work))
+
+    async def _take_back(self, session: Session, export: Export) -> None:
+        if export.letting_go is None:
+            export.letting_go = self._ctx.spawn(self._let_go(session, export), "end of a region")
+        if self._ctx.rails[export.region.rail].nic == "verbs":
+            await asyncio.shield(export.letting_go)
+        await self._withdraw(session, export)
+
+    async def _let_go(self, session: Session, export: Export) -> None:
+        """Tells the sender that the region is gone. If its rail is verbs, nothing writes there any more at the end."""
+        debt = ("gone", export.handle, 0)
+        session.owed[debt] = lambda number: protocol.PeerRegionGone(number, export.handle)
+        if session.link is not None:
+            with contextlib.suppress(RelayError):
+                request = session.owed[debt](session.link.new_id())
+                await session.link.request(request, protocol.PeerDone, self._ctx.config.timeouts.peer_s / 2)
+                session.owed.pop(debt, None)
+                return
+        await self._fence_verbs(session)
+
+    async def _fence_verbs(self, session: Session) -> None:
+        waiting = [
+            self._fence(session, connection)
+            for connection, rail in list(session.receivers.items())
+            if self._ctx.rails[rail].nic == "verbs"
+        ]
+        if waiting:
+            await asyncio.wait(waiting)
 
     async def _withdraw(self, session: Session, export: Export) -> None:
         """The handle is free for another region only once the sender too has closed it, or its session has ended:
@@ -268,27 +348,70 @@ class Sessions:
             )
         await asyncio.shield(export.removal)
         if export.users <= 0 and session.exports.pop(export.handle, None) is not None:
+            session.owed.pop(("gone", export.handle, 0), None)
             self._handles.free(export.handle)
 
     # ---- rail connections and the fence ----
 
-    def _rail_connect(self, session: Session, message: protocol.RailConnect) -> Answer:
+    def _rail_connect(self, session: Session, message: protocol.RailConnect) -> Answer | Awaitable[Answer]:
         if not 0 <= message.remote_rail < len(self._ctx.rails):
             raise RelayError(
                 ErrorCode.BAD_RAIL, f"rail {message.remote_rail} of {len(self._ctx.rails)} at {self._ctx.session}"
             )
-        if self._ctx.rails[message.remote_rail].nic == "emulated":
+        nic = self._ctx.rails[message.remote_rail].nic
+        if nic == "emulated":
             raise RelayError(
                 ErrorCode.BAD_RAIL,
                 f"rail {message.remote_rail} at {self._ctx.session} is emulated: only its own daemon reaches it",
             )
         most = 4 * len(self._ctx.rails) * len(session.rails)  # bulk and express, and their successors
-        if len(session.receivers) + len(session.tokens) >= most:
+        have = len(session.receivers) + len(session.tokens) + len(session.probes) + session.opening
+        if have >= most:
             raise RelayError(ErrorCode.LIMIT, f"{session.name} has {most} rail connections to {self._ctx.session}")
+        if nic == "verbs":
+            return self._queue_pair(session, message)
         connection, secret = self._rails.issue(message.remote_rail, session.index)
         self._by_connection[connection] = session
         session.tokens.add(connection)
         return protocol.RailToken(message.id, connection, secret)
+
+    async def _queue_pair(self, session: Session, message: protocol.RailConnect) -> Answer:
+        """It is ready to receive when the sender learns of it."""
+        ctx, rail, through, link = self._ctx, message.remote_rail, message.through, session.link
+        if not 0 <= message.local_rail < len(session.rails):
+            raise RelayError(ErrorCode.BAD_RAIL, f"rail {message.local_rail} of {len(session.rails)} of {session.name}")
+        if not 0 <= through < len(ctx.rails) or ctx.rails[through].nic != "verbs":
+            raise RelayError(ErrorCode.BAD_RAIL, f"rail {through} at {ctx.session} is not verbs")
+        remote = checked_endpoint(session.name, message.endpoint, None, session.rails)
+        session.opening += 1
+        try:
+            number, endpoint = await ctx.verbs.open(rail, through, sending=False)
+            await ctx.verbs.connect(rail, number, through, remote)
+        finally:
+            session.opening -= 1
+        if session.ended or session.link is not link:
+            ctx.verbs.drop(number)
+            raise RelayError(ErrorCode.CONNECTION_LOST, f"control connection of {session.name} ended")
+        connection = self._rails.new_connection()
+        self._by_connection[connection] = session
+        if message.probe:
+            expiry = asyncio.get_running_loop().call_later(PROBE_LIFE_S, self._end_probe, session, connection)
+            session.probes[connection] = Probe(number, expiry)
+        else:
+            pair = (message.local_rail, rail)
+            before, session.pairs[pair] = session.pairs.get(pair, 0), connection
+            if before in session.receivers:  # the sender has lost it, or never heard of it
+                self._fence(session, before)
+            session.receivers[connection] = rail
+            ctx.plane.add_receiver(rail, connection, session.index, number)
+        return protocol.RailToken(message.id, connection, b"", endpoint)
+
+    def _end_probe(self, session: Session, connection: int) -> None:
+        probe = session.probes.pop(connection, None)
+        if probe is not None:
+            probe.expiry.cancel()
+            self._ctx.verbs.drop(probe.endpoint)
+            self._keep(session, connection, 0, b"")
 
     def admit(self, rail: int, connection: int, index: int, accepted: socket.socket) -> None:
         """A connection has shown its token. One whose control connection is gone is fenced already."""
@@ -309,6 +432,7 @@ class Sessions:
         if connection in session.tokens:
             self._rails.revoke(connection)
             self._keep(session, connection, 0, b"")
+        self._end_probe(session, connection)
         if connection in session.receivers:
             await asyncio.shield(self._fence(session, connection))
         result = session.fenced.get(connection)
@@ -320,13 +444,23 @@ class Sessions:
 
     def _fence(self, session: Session, connection: int) -> asyncio.Future[None]:
         if connection not in session.waiting:
+            rail = session.receivers[connection]
             session.waiting[connection] = asyncio.get_running_loop().create_future()
-            self._ctx.plane.fence_receiver(session.receivers[connection], connection)
+            self._ctx.plane.fence_receiver(rail, connection)
+            if session.link is not None and self._ctx.rails[rail].nic == "verbs":
+                session.link.send(protocol.RailLost(connection))
         return session.waiting[connection]
 
     def _fence_all(self, session: Session) -> None:
+        for connection in list(session.probes):
+            self._end_probe(session, connection)
         for connection in list(session.receivers):
             self._fence(session, connection)
+
+    def tell_rail_state(self, rail: int, up: bool) -> None:
+        for session in self._by_index.values():
+            if session.link is not None:
+                session.link.send(protocol.RailState(rail, up))
 
     def receiver_lost(self, connection: int) -> None:
         session = self._by_connection.get(connection)
@@ -367,27 +501,36 @@ class Sessions:
 
     async def abort(self, client: Client, tag: int, timeout_s: float) -> tuple[bool, int, str]:
         """(settled, transfers, text): ends transfers with ``tag`` into the client's regions at all senders. The client
-        has a tombstone for the tag already, so that only frames under way are in question."""
+        has a tombstone for the tag already, so that only frames under way are in question (on verbs rails: slices that
+        their sender may still post)."""
         concerned: dict[int, list[int]] = {}
         for session in self._by_index.values():
             handles = [export.handle for export in session.exports.values() if export.region.client is client]
             if handles:
                 concerned[session.index] = handles
         ends = await asyncio.gather(
-            *(self._abort(self._by_index[index], tag, handles, timeout_s) for index, handles in concerned.items())
+            *(
+                self._abort(self._by_index[index], client, tag, handles, timeout_s)
+                for index, handles in concerned.items()
+            )
         )
         unsettled = [text for settled, _, text in ends if not settled]
         return not unsettled, sum(count for _, count, _ in ends), "; ".join(unsettled)[:4096]
 
-    async def _abort(self, session: Session, tag: int, handles: list[int], timeout_s: float) -> tuple[bool, int, str]:
+    async def _abort(
+        self, session: Session, client: Client, tag: int, handles: list[int], timeout_s: float
+    ) -> tuple[bool, int, str]:
         """Asks the sender; if it cannot confirm in half the time, the fence makes sure of it. What clients of this
         daemon copy by themselves no fence stops: there the answer is needed."""
-        count, own = 0, session.instance == self._ctx.instance
+        count, own, debt = 0, session.instance == self._ctx.instance, ("abort", client.serial, tag)
+        row, serial = client.row, client.serial
+        session.owed[debt] = lambda number: protocol.PeerAbort(number, tag, handles, row, serial)
         if session.link is not None:
-            request = protocol.PeerAbort(session.link.new_id(), tag, handles)
+            request = session.owed[debt](session.link.new_id())
             with contextlib.suppress(RelayError):
                 ended = await session.link.request(request, protocol.PeerAborted, timeout_s if own else timeout_s / 2)
                 count = ended.transfers
+                session.owed.pop(debt, None)
                 if ended.settled:
                     return True, count, ""
         if own:

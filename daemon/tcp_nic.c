@@ -88,8 +88,7 @@ struct rr_connection *tcp_add_connection(struct tcp_nic *nic, uint64_t id, enum 
     c->role = role;
     c->fd = fd;
     c->next_sequence = 1;
-    c->window_free_count = RR_WINDOW;
-    for (uint32_t i = 0; i < RR_WINDOW; i++) c->window_free[i] = (uint16_t)(RR_WINDOW - 1 - i);
+    rr_window_init(&c->window);
     c->bounce_slot = -1;
     if (role == RECEIVER) {
         c->runs = malloc(RR_WIRE_RUNS_MAX * sizeof *c->runs);
@@ -114,13 +113,6 @@ void tcp_touch(const struct iovec *pieces, uint32_t count)
     }
 }
 
-static uint32_t in_window(const struct rr_connection *c)
-{
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < RR_WINDOW; i++) count += c->window[i] != NULL;
-    return count;
-}
-
 void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error)
 {
     struct rr_rail *rail = base->rail;
@@ -132,7 +124,7 @@ void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error)
         c->path->broken = 1;
         tcp(base)->some_lost = 1;
         rr_event_push(rail->plane, RR_EVENT_SENDER_LOST, rail->number, (int64_t)c->id, error, c->path->peer, c->path->remote_rail,
-                      in_window(c));
+                      rr_window_count(&c->window));
     } else {
         rr_event_push(rail->plane, RR_EVENT_RECEIVER_LOST, rail->number, (int64_t)c->id, error, c->session, 0, 0);
     }
@@ -152,7 +144,7 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
         if (c->role == SENDER) {
             if (events[i].events & EPOLLOUT) c->blocked = 0;
             work_count += tcp_read_replies(nic, c);
-            if (c->fd >= 0 && !c->blocked && (c->writing || c->granted || c->return_count)) work_count += tcp_post(base, c->path);
+            if (c->fd >= 0 && !c->blocked && (c->writing || c->grants.granted || c->grants.return_count)) work_count += tcp_post(base, c->path);
         } else {
             if (events[i].events & EPOLLOUT) tcp_flush_replies(nic, c);
             if (events[i].events & ~(uint32_t)EPOLLOUT) work_count += tcp_read_frames(nic, c);
@@ -164,6 +156,7 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
 
 const struct rr_nic_ops rr_tcp_nic = {
     .name = "tcp",
+    .bounce = &tcp_bounce_ops,
     .open = tcp_open,
     .close = tcp_close,
     .watch_kick = tcp_watch_kick,

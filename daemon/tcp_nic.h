@@ -2,7 +2,9 @@
 #ifndef RAILRELAY_TCP_NIC_H
 #define RAILRELAY_TCP_NIC_H
 
-#include "nic.h"
+#include "bounce.h"
+#include "grants.h"
+#include "window.h"
 
 #define FRAME_MAGIC 0x4d415246u /* "FRAM" */
 #define REPLY_MAGIC 0x4c504552u /* "REPL" */
@@ -62,22 +64,8 @@ struct rr_connection {
     uint64_t piece_sent;
     int writing, blocked;
     uint64_t next_sequence;
-    /* Frames without a reply, in any order: a receiver that one destination keeps waiting answers the others. An entry
-     * with a sequence but no work belongs to a client that has left. */
-    struct rr_work *window[RR_WINDOW];
-    uint64_t window_sequence[RR_WINDOW];
-    struct rr_debt owed[RR_WINDOW]; /* lost: by entry of the window */
-    uint16_t window_free[RR_WINDOW];
-    uint32_t window_free_count;
-    struct rr_work *parked;  /* waiting for a grant */
-    uint32_t parked_count;
-    struct rr_work *granted, *granted_last;
-    uint64_t next_want;
-    struct {
-        uint64_t grant;
-        uint32_t owner;
-    } returns[RR_WINDOW]; /* to give back */
-    uint32_t return_count;
+    struct rr_window window; /* frames without a reply */
+    struct rr_grants grants;
     struct reply in_replies[128];
     uint32_t in_bytes;
 
@@ -137,12 +125,11 @@ void tcp_abandon(struct rr_nic *base, struct rr_client *client);
 void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context);
 
 /* tcp_bounce.c */
-struct rr_bouncer *tcp_bouncer_of(struct rr_rail *rail, uint32_t number);
+extern const struct rr_bounce_ops tcp_bounce_ops;
 void tcp_on_want(struct tcp_nic *nic, struct rr_connection *c);
-void tcp_on_return(struct tcp_nic *nic, struct rr_connection *c);
 void tcp_publish_bounce(struct tcp_nic *nic, struct rr_connection *c);
-void tcp_free_bounce_slot(struct tcp_nic *nic, struct rr_bouncer *bouncer, uint32_t slot);
-void tcp_forget_bounces(struct tcp_nic *nic, struct rr_connection *c);
+int tcp_reclaim(struct rr_nic *base, struct rr_client *client);
+void tcp_drop_bounces(struct rr_nic *base, struct rr_client *client);
 
 /* tcp_receiver.c */
 void tcp_queue_reply(struct tcp_nic *nic, struct rr_connection *c, uint16_t type, uint16_t code, uint64_t sequence, uint64_t grant,
@@ -152,8 +139,6 @@ void tcp_acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequ
 void tcp_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int fd);
 void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c);
 int tcp_read_frames(struct tcp_nic *nic, struct rr_connection *c);
-int tcp_reclaim(struct rr_nic *base, struct rr_client *client);
-void tcp_drop_bounces(struct rr_nic *base, struct rr_client *client);
 void tcp_fence(struct rr_nic *base, struct rr_connection *c);
 void tcp_refuse(struct rr_nic *base, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result);
 

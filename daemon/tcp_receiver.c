@@ -67,51 +67,11 @@ void tcp_acknowledge(struct tcp_nic *nic, struct rr_connection *c, uint64_t sequ
     tcp_queue_reply(nic, c, REPLY_DONE, code, sequence, 0, window);
 }
 
-/* Checks every run of the frame; the result decides whether any byte of it is placed. */
 static uint16_t check_runs(struct rr_rail *rail, struct rr_connection *c)
 {
-    struct rr_plane *plane = rail->plane;
-    uint64_t total = 0;
-    uint16_t result = RR_OK;
     c->iov_count = 0;
-    int private = c->in.grant != 0;
-    for (uint32_t i = 0; i < c->in.run_count; i++) {
-        const struct rr_wire_run *run = &c->runs[i];
-        total += run->length;
-        if (result) continue;
-        struct rr_export *export = &plane->exports[run->handle % plane->max_exports];
-        if (!rr_load_acquire_u32(&export->valid) || export->handle != run->handle || export->session != c->session || export->client != c->in.owner) {
-            result = RR_REGION_GONE;
-            continue;
-        }
-        if (run->length == 0 || run->offset > export->bytes || run->length > export->bytes - run->offset) {
-            result = RR_OUT_OF_BOUNDS;
-            continue;
-        }
-        if (private != (export->base == NULL) || rr_is_made_up(export->mapping)) {
-            result = RR_BAD_REGION;
-            continue;
-        }
-        if (!private && rr_load_relaxed_u32(&export->mapping->broken)) {
-            result = RR_REGION_GONE;
-            continue;
-        }
-        uint8_t *base = export->base + run->offset;
-        struct iovec *iov = &c->iov[c->iov_count];
-        if (private) continue;
-        if (c->iov_count && (uint8_t *)iov[-1].iov_base + iov[-1].iov_len == base) {
-            iov[-1].iov_len += run->length;
-        } else {
-            iov->iov_base = base;
-            iov->iov_len = run->length;
-            c->iov_count++;
-        }
-    }
-    if (total != c->in.bytes) return RR_PROTOCOL;
-    struct rr_client *owner = rail->by_number[c->in.owner];
-    if (!owner) return RR_REGION_GONE;
-    if (!result && rr_has_tombstone(owner, c->in.tag)) result = RR_ABORTED;
-    return result;
+    return (uint16_t)rr_check_runs(rail, c->session, c->in.owner, c->in.tag, c->in.bytes, c->runs, c->in.run_count, c->in.grant ? NULL : c->iov,
+                                   &c->iov_count);
 }
 
 static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
@@ -125,16 +85,14 @@ static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
     c->code = check_runs(rail, c);
     if (c->code == RR_PROTOCOL) return -1;
     if (c->in.grant) {
-        struct rr_bouncer *bouncer = tcp_bouncer_of(rail, c->in.owner);
+        struct rr_bouncer *bouncer = rr_bouncer_of(rail, c->in.owner);
         uint64_t slot = c->in.grant - 1;
         if (!bouncer) {
             c->code = RR_REGION_GONE;
-        } else if (slot >= bouncer->slots || bouncer->reserved_by[slot] != c || bouncer->in_use[slot] || c->in.bytes > rail->plane->slot_bytes ||
-                   c->in.run_count > rail->plane->table_entries) {
+        } else if (rr_bounce_begin(rail, bouncer, c, c->in.grant, c->in.bytes, c->in.run_count)) {
             return -1;
         } else {
             c->bounce_slot = (int32_t)slot;
-            bouncer->in_use[slot] = 1; /* a grant is good for one frame */
             c->iov[0].iov_base = bouncer->memory->base + slot * rail->plane->slot_bytes;
             c->iov[0].iov_len = c->in.bytes;
             c->iov_count = 1;
@@ -170,8 +128,8 @@ static void on_frame(struct tcp_nic *nic, struct rr_connection *c)
     if (c->bounce_slot >= 0 && !c->refused) {
         tcp_publish_bounce(nic, c);
     } else {
-        struct rr_bouncer *bouncer = c->bounce_slot >= 0 ? tcp_bouncer_of(rail, c->in.owner) : NULL;
-        if (bouncer) tcp_free_bounce_slot(nic, bouncer, (uint32_t)c->bounce_slot);
+        struct rr_bouncer *bouncer = c->bounce_slot >= 0 ? rr_bouncer_of(rail, c->in.owner) : NULL;
+        if (bouncer) rr_bounce_free_slot(&nic->base, bouncer, (uint32_t)c->bounce_slot);
         tcp_acknowledge(nic, c, c->in.sequence, c->code, c->in.window);
     }
     c->bounce_slot = -1;
@@ -187,7 +145,7 @@ static int on_header(struct tcp_nic *nic, struct rr_connection *c)
         return c->fd < 0 ? -2 : 0;
     }
     if (c->in.type == FRAME_RETURN) {
-        tcp_on_return(nic, c);
+        rr_bounce_returned(&nic->base, c->in.owner, c, c->in.grant);
         return 0;
     }
     if (c->in.type != FRAME_DATA || c->in.sequence != c->received + 1 || c->in.run_count == 0 || c->in.run_count > RR_WIRE_RUNS_MAX ||
@@ -362,7 +320,7 @@ void tcp_fence(struct rr_nic *base, struct rr_connection *c)
     if (!c->fencing) rr_count(rail, RR_RAIL_FENCES, 1);
     c->fencing = 1;
     if (c->bounces_pending) return; /* tcp_reclaim comes back */
-    tcp_forget_bounces(nic, c);
+    rr_bounce_forget(base, c);
     struct rr_fence_record *record = calloc(1, sizeof *record);
     if (!record) abort();
     record->connection = c->id;

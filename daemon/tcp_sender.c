@@ -40,38 +40,28 @@ static void start_frame(struct rr_connection *c, uint16_t type, const struct rr_
 /* Chooses what to write next: granted slices, then the path's turn. 0 if there is nothing. */
 static int next_frame(struct rr_rail *rail, struct rr_connection *c)
 {
-    struct rr_work *work = c->granted;
-    if (c->return_count) {
+    struct rr_grants *grants = &c->grants;
+    if (grants->return_count) {
         start_frame(c, FRAME_RETURN, NULL);
-        c->out.grant = c->returns[--c->return_count].grant;
-        c->out.owner = c->returns[c->return_count].owner;
+        c->out.grant = grants->returns[--grants->return_count].grant;
+        c->out.owner = grants->returns[grants->return_count].owner;
         c->current = NULL;
         return 1;
     }
-    if (!c->window_free_count) {
+    if (!c->window.free_count) {
         rr_count(rail, RR_RAIL_WINDOW_FULL, 1);
         return 0;
     }
-    if (work) {
-        c->granted = work->next;
-        if (!c->granted) c->granted_last = NULL;
-        work->next = NULL;
-    } else {
+    struct rr_work *work = rr_grants_next(grants);
+    if (!work) {
         work = rr_path_next(rail, c->path);
         if (!work) return 0;
-        if (work->window_bytes && c->parked_count == RR_WINDOW) {
+        if (work->window_bytes && grants->parked_count == RR_WINDOW) {
             rr_path_queue(rail, work, 1);
             return 0;
         }
         if (work->window_bytes) {
-            c->parked_count++;
-            work->state = RR_WORK_PARKED;
-            work->connection = c;
-            work->sequence = ++c->next_want;
-            work->parked_ns = rr_now_ns();
-            work->next = c->parked;
-            c->parked = work;
-            rr_count(rail, RR_RAIL_GRANT_WAITS, 1);
+            rr_grants_park(rail, grants, c, work);
             start_frame(c, FRAME_WANT, work);
             c->out.sequence = work->sequence;
             c->current = NULL;
@@ -81,15 +71,12 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     rr_work_posted(rail, work);
     work->connection = c;
     work->sequence = c->next_sequence++;
-    uint16_t window = c->window_free[--c->window_free_count];
-    c->window[window] = work;
-    c->window_sequence[window] = work->sequence;
     c->current = work;
     start_frame(c, FRAME_DATA, work);
-    c->out.window = window;
+    c->out.window = rr_window_take(&c->window, work);
     c->out.sequence = work->sequence;
     c->out.run_count = work->run_count;
-    c->out.grant = work->grant;
+    c->out.grant = work->grant.grant;
     if (work->run_count == 1)
         c->out.run = work->runs[0];
     else
@@ -104,9 +91,9 @@ static void abandon_written(struct tcp_nic *nic, struct rr_client *client)
     for (struct rr_connection *c = nic->connections; c; c = c->next) {
         if (c->role != SENDER || c->fd < 0) continue;
         for (uint32_t i = 0; i < RR_WINDOW; i++) {
-            struct rr_work *work = c->window[i];
+            struct rr_work *work = c->window.works[i];
             if (!work || work == c->current || work->source->client != client) continue;
-            c->window[i] = NULL;
+            c->window.works[i] = NULL;
             rr_work_done(nic->base.rail, work, RR_CLIENT_GONE);
         }
     }
@@ -203,55 +190,20 @@ int tcp_post(struct rr_nic *base, struct rr_path *path)
     return work_count;
 }
 
-static struct rr_work *unpark(struct rr_connection *c, uint64_t want)
-{
-    for (struct rr_work **link = &c->parked; *link; link = &(*link)->next) {
-        struct rr_work *work = *link;
-        if (work->sequence != want) continue;
-        *link = work->next;
-        work->next = NULL;
-        c->parked_count--;
-        return work;
-    }
-    return NULL;
-}
-
 /* 0, or -1 for a reply to nothing. */
 static int on_reply(struct rr_rail *rail, struct rr_connection *c, const struct reply *reply)
 {
     if (reply->magic != REPLY_MAGIC) return -1;
     if (reply->type == REPLY_GRANT) {
-        struct rr_work *work = unpark(c, reply->sequence);
-        if (!work) {
-            /* Given up meanwhile. */
-            if (reply->sequence == 0 || reply->sequence > c->next_want || c->return_count == RR_WINDOW) return -1;
-            if (!reply->code) {
-                c->returns[c->return_count].grant = reply->grant;
-                c->returns[c->return_count++].owner = (uint32_t)reply->window;
-            }
-            return 0;
-        }
-        rr_count(rail, RR_RAIL_GRANT_WAIT_NS, rr_now_ns() - work->parked_ns);
-        if (reply->code) {
-            rr_work_done(rail, work, reply->code);
-            return 0;
-        }
-        work->grant = reply->grant;
-        if (c->granted_last)
-            c->granted_last->next = work;
-        else
-            c->granted = work;
-        c->granted_last = work;
-        return 0;
+        struct rr_grant grant = {.grant = reply->grant, .owner = (uint32_t)reply->window};
+        return rr_grants_answer(rail, &c->grants, reply->sequence, reply->code, &grant);
     }
     if (reply->type != REPLY_DONE || reply->window >= RR_WINDOW || !reply->sequence ||
-        c->window_sequence[reply->window] != reply->sequence)
+        c->window.sequences[reply->window] != reply->sequence)
         return -1;
-    struct rr_work *work = c->window[reply->window];
+    struct rr_work *work = c->window.works[reply->window];
     if (work && work == c->current) return -1;
-    c->window[reply->window] = NULL;
-    c->window_sequence[reply->window] = 0;
-    c->window_free[c->window_free_count++] = (uint16_t)reply->window;
+    rr_window_free(&c->window, (uint32_t)reply->window);
     if (work) rr_work_done(rail, work, reply->code);
     return 0;
 }
@@ -283,81 +235,11 @@ int tcp_read_replies(struct tcp_nic *nic, struct rr_connection *c)
     return work_count;
 }
 
-static void again(struct rr_rail *rail, struct rr_work *work, uint32_t otherwise)
-{
-    struct rr_client *client = work->source->client;
-    uint32_t result = rr_transfer_stopped(client, work->transfer, work->generation);
-    if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
-    if (!result) result = otherwise;
-    work->connection = NULL;
-    work->grant = 0;
-    if (result) {
-        rr_work_done(rail, work, result);
-    } else {
-        rr_count(rail, RR_RAIL_SLICES_RESENT, 1);
-        rr_path_queue(rail, work, 1);
-    }
-}
-
-static int ack_of(const struct rr_ack *acks, uint32_t count, uint64_t sequence, uint32_t *code)
-{
-    for (uint32_t i = 0; i < count; i++) {
-        if (acks[i].sequence != sequence) continue;
-        *code = (uint32_t)acks[i].code;
-        return 1;
-    }
-    return 0;
-}
-
-static void end_stopped(struct rr_rail *rail, struct rr_work **link)
-{
-    while (*link) {
-        struct rr_work *work = *link;
-        uint32_t result = rr_transfer_stopped(work->source->client, work->transfer, work->generation);
-        if (!result) {
-            link = &work->next;
-            continue;
-        }
-        *link = work->next;
-        work->next = NULL;
-        rr_work_done(rail, work, result);
-    }
-}
-
-/* Work of transfers that were stopped on a lost connection: a peer that is gone for good must not hold slots that others
- * need. What was sent is owed, what was not has ended. */
+/* What was not sent has ended; what was is owed. */
 static void owe_stopped(struct rr_rail *rail, struct rr_connection *c)
 {
-    end_stopped(rail, &c->parked);
-    end_stopped(rail, &c->granted);
-    for (uint32_t i = 0; i < RR_WINDOW; i++) {
-        struct rr_work *work = c->window[i];
-        if (!work || !rr_transfer_stopped(work->source->client, work->transfer, work->generation)) continue;
-        c->window[i] = NULL;
-        c->owed[i] = rr_work_owe(rail, work);
-    }
-}
-
-static void pay(struct rr_rail *rail, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count)
-{
-    for (uint32_t i = 0; i < RR_WINDOW; i++) {
-        struct rr_debt *debt = &c->owed[i];
-        uint32_t code;
-        if (!debt->source) continue;
-        if (c->window_sequence[i] > placed || !ack_of(acks, ack_count, c->window_sequence[i], &code)) {
-            code = rr_transfer_stopped(debt->source->client, debt->transfer, debt->generation);
-            if (code == RR_OK) code = RR_PEER_LOST;
-        }
-        rr_debt_paid(rail, debt, code);
-    }
-}
-
-static int newest_in_window(const struct rr_connection *c)
-{
-    int newest = -1;
-    for (int i = 0; i < (int)RR_WINDOW; i++)
-        if (c->window[i] && (newest < 0 || c->window_sequence[i] > c->window_sequence[newest])) newest = i;
-    return newest;
+    rr_grants_end_stopped(rail, &c->grants);
+    rr_window_owe_stopped(rail, &c->window);
 }
 
 void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
@@ -370,25 +252,8 @@ void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, c
         c->path->connection = NULL;
     }
     c->path->broken = 0;
-    pay(rail, c, placed, acks, ack_count);
-    /* Newest first: again() puts each in front, so they end up in their old order. */
-    for (int i; (i = newest_in_window(c)) >= 0;) {
-        struct rr_work *work = c->window[i];
-        uint32_t code;
-        c->window[i] = NULL;
-        if (c->window_sequence[i] <= placed && ack_of(acks, ack_count, c->window_sequence[i], &code))
-            rr_work_done(rail, work, code);
-        else
-            again(rail, work, otherwise);
-    }
-    struct rr_work *lists[2] = {c->granted, c->parked};
-    for (int i = 0; i < 2; i++) {
-        for (struct rr_work *work = lists[i], *next; work; work = next) {
-            next = work->next;
-            work->next = NULL;
-            again(rail, work, otherwise);
-        }
-    }
+    rr_window_settle(rail, &c->window, placed, acks, ack_count, otherwise);
+    rr_grants_settle(rail, &c->grants, otherwise);
     tcp_free_connection(tcp(base), c);
 }
 
@@ -418,30 +283,8 @@ void tcp_purge(struct rr_nic *base)
             owe_stopped(rail, c);
             continue;
         }
-        for (int granted = 0; granted < 2; granted++) {
-            struct rr_work **link = granted ? &c->granted : &c->parked, *last = NULL;
-            while (*link) {
-                struct rr_work *work = *link;
-                struct rr_client *client = work->source->client;
-                uint32_t result = rr_transfer_stopped(client, work->transfer, work->generation);
-                if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
-                if (!result || (granted && c->return_count == RR_WINDOW)) {
-                    last = work;
-                    link = &work->next;
-                    continue;
-                }
-                *link = work->next;
-                work->next = NULL;
-                c->parked_count -= !granted;
-                if (granted) {
-                    c->returns[c->return_count].grant = work->grant;
-                    c->returns[c->return_count++].owner = work->owner;
-                }
-                rr_work_done(rail, work, result);
-            }
-            if (granted) c->granted_last = last;
-        }
-        if (c->return_count && !c->blocked) tcp_post(base, c->path);
+        rr_grants_purge(rail, &c->grants);
+        if (c->grants.return_count && !c->blocked) tcp_post(base, c->path);
     }
 }
 
@@ -456,7 +299,9 @@ void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connec
 {
     for (struct rr_connection *c = tcp(base)->connections; c; c = c->next) {
         if (c->role != SENDER) continue;
-        for (uint32_t i = 0; i < RR_WINDOW; i++)
-            if (c->window[i] && (!c->window[i]->window_bytes || c->window[i] == c->current)) visit(context, c, c->window[i]);
+        for (uint32_t i = 0; i < RR_WINDOW; i++) {
+            struct rr_work *work = c->window.works[i];
+            if (work && (!work->window_bytes || work == c->current)) visit(context, c, work);
+        }
     }
 }

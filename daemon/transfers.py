@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections.abc import Awaitable
 from typing import Final
 
 from railrelay.client import protocol
@@ -99,8 +100,13 @@ class Transfers:
         for rail, connection in plane.holders_result(cookies[0]):
             plane.close_sender(rail, connection)
 
-    async def abort(self, peer: Peer, message: protocol.PeerAbort) -> Answer:
-        """The decode engine behind ``peer`` aborts: ends what goes to it under this tag, and answers when settled."""
+    def abort(self, peer: Peer, message: protocol.PeerAbort) -> Awaitable[Answer]:
+        """The decode engine behind ``peer`` aborts: from now on nothing goes to it under this tag; what does is ended,
+        and the answer comes when that has settled."""
+        peer.aborted(self._ctx.plane, message.owner, message.owner_serial, (message.tag,))
+        return self._abort(peer, message)
+
+    async def _abort(self, peer: Peer, message: protocol.PeerAbort) -> Answer:
         plane = self._ctx.plane
         found = plane.find_transfers(message.tag, peer.row, message.handles) if message.handles else []
         for key in found:

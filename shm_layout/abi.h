@@ -138,6 +138,8 @@ enum rr_slice_flags {
     S(T, uint32_t, phase, 132, daemon) \
     A(T, uint64_t, reserved1, 15, 136, creator)
 
+/* down: the port of the rail's NIC. taken_by: 1 + the rail whose NIC sends for it, 0: its own; takeovers: how often
+ * another one began to. */
 #define RR_FIELDS_rail_state(S, A, T) \
     S(T, uint32_t, sleeping, 0, rail) \
     S(T, uint32_t, reserved0, 4, rail) \
@@ -148,7 +150,9 @@ enum rr_slice_flags {
     S(T, uint32_t, port, 480, creator) \
     S(T, int32_t, cpu, 484, creator) \
     A(T, char, nic, 16, 488, creator) \
-    S(T, uint64_t, reserved2, 504, creator)
+    S(T, uint16_t, down, 504, daemon) \
+    S(T, uint16_t, taken_by, 506, daemon) \
+    S(T, uint32_t, takeovers, 508, daemon)
 
 #define RR_FIELDS_lane_state(S, A, T) \
     S(T, uint32_t, leased, 0, daemon) \

@@ -25,6 +25,7 @@ Value = int | str | tuple[int, ...]
 
 _FORMATS: Final = {"u16": "H", "u32": "I", "i32": "i", "u64": "Q"}
 _SHM_DIRECTORY: Final = "/dev/shm"
+_ENDED: Final = "ZX"
 
 
 class SegmentState(enum.Enum):
@@ -308,19 +309,38 @@ def open_segment(name: str, timeout_s: float = 1.0) -> Segment:
         time.sleep(0.01)
 
 
+class OwnerState(enum.Enum):
+    """The very process that a segment belongs to. An UNREAPED one has ended, but its parent has not asked how."""
+
+    RUNNING = "running"
+    UNREAPED = "unreaped"
+    GONE = "gone"
+
+
+def owner_state(segment: Segment) -> OwnerState:
+    state, start = _process(segment.header.get(0, "owner_pid"))
+    if start == 0 or start != segment.header.get(0, "owner_start"):
+        return OwnerState.GONE
+    return OwnerState.UNREAPED if state in _ENDED else OwnerState.RUNNING
+
+
 def owner_alive(segment: Segment) -> bool:
-    """Whether the very process that the segment belongs to still runs."""
-    start = process_start(segment.header.get(0, "owner_pid"))
-    return start != 0 and start == segment.header.get(0, "owner_start")
+    return owner_state(segment) is OwnerState.RUNNING
 
 
 def process_start(pid: int) -> int:
     """Start time of a process in clock ticks after boot, which tells it from a later one of the same pid; 0 if none."""
+    return _process(pid)[1]
+
+
+def _process(pid: int) -> tuple[str, int]:
+    """(state as /proc names it, start time); ("", 0) if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            return int(stat.read().rpartition(b")")[2].split()[19])
+            fields = stat.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return "", 0
+    return fields[0].decode(), int(fields[19])
 
 
 def _shm_open(name: str, flags: int, mode: int, *, read_only: bool = False) -> int:

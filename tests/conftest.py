@@ -16,7 +16,7 @@ from types import FrameType
 
 import psutil
 import pytest
-from helpers import leaks, processes
+from helpers import leaks, processes, rail_devices
 from helpers import shim as shims
 from helpers.engines import Engines
 from helpers.nodes import Nodes
@@ -31,12 +31,14 @@ def limited() -> Iterator[None]:
     so that a machine that stood still is not taken for a hang."""
     began, ticks = time.monotonic(), 0
 
+    limit_s = STEP_LIMIT_S * rail_devices.slowness()
+
     def tick(_signal: int, _frame: FrameType | None) -> None:
         nonlocal ticks
         ticks += 1
-        if ticks == STEP_LIMIT_S:
+        if ticks == limit_s:
             raise AssertionError(
-                f"the test hangs: this step ran for {STEP_LIMIT_S} s, {time.monotonic() - began:.0f} s by the clock,"
+                f"the test hangs: this step ran for {limit_s} s, {time.monotonic() - began:.0f} s by the clock,"
                 f" {time.process_time():.0f} s of CPU time in this process, load {os.getloadavg()[0]:.1f}\n{where()}"
             )
 
@@ -104,9 +106,15 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+def nic() -> str:
+    """Of the rails of daemons; a module that is marked with rail_devices.every_nic runs with each."""
+    return "tcp"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, nic: str) -> Iterator[Nodes]:
     """Starts daemons; they must end cleanly."""
-    nodes = Nodes(tmp_path)
+    nodes = Nodes(tmp_path, nic)
     yield nodes
     nodes.close()
 

@@ -17,13 +17,16 @@ OK: Final = 0
 FAILED: Final = 1
 NO_DAEMON: Final = 3
 
-VERBS: Final = ("lanes", "clients", "peers", "errors", "trace", "demo", "bench")
+VERBS: Final = ("rails", "lanes", "clients", "peers", "errors", "trace", "topo", "doctor", "demo", "bench")
 _HELP: Final = {
+    "rails": "NICs, their ports and traffic, and which has taken over for another",
     "lanes": "slots, credit and traffic of each lane",
     "clients": "engines attached to the daemon",
     "peers": "daemons of other nodes",
     "errors": "distinct errors of the daemon, with how often and when",
     "trace": "a timeline of the latest slices, as a file for Perfetto",
+    "topo": "which rail and NIC each GPU uses, and why",
+    "doctor": "checks of this machine, and what to do",
     "demo": "a transfer on this machine, checked and explained",
     "bench": "measure transfers on this machine",
 }

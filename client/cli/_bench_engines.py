@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from railrelay.client import Client, limit
 from railrelay.client.cli import _content
-from railrelay.client.cli._nodes import ADDRESS, MIB
+from railrelay.client.cli._nodes import ADDRESS, MIB, Verbs
 from railrelay.client.client import Route
 from railrelay.client.core import HostEvent
 from railrelay.client.regions import Region, RemoteRegion
@@ -50,6 +50,8 @@ class Case:
     route: Route = Route.RELAY_ALL
     private: bool = False
     congestion: str = ""
+    sending: tuple[Verbs, ...] = ()  # of each rail; none: TCP
+    receiving: tuple[Verbs, ...] = ()
 
     @property
     def nbytes(self) -> int:

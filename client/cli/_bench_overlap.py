@@ -450,7 +450,7 @@ def ready(nbytes: int, options: Options) -> Iterator[Setup]:
         for name, rate in rates.items():
             nics = [Emulated(rate, options.gpu(rail), options.nic_copies) for rail in (_SENDER_RAIL, _RECEIVER_RAIL)]
             nodes.append(
-                stack.enter_context(Node(f"bench-{name}-{os.getpid()}", directory, geometry, (-1, -1), emulated=nics))
+                stack.enter_context(Node(f"bench-{name}-{os.getpid()}", directory, geometry, (-1, -1), nics=nics))
             )
         sockets = [node.socket for node in nodes]
         sender = stack.enter_context(Worker("sending engine", Sender, nbytes, options, *sockets))

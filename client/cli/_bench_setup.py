@@ -119,8 +119,11 @@ def ready(case: Case, placement: Placement) -> Iterator[Setup]:
         stack.enter_context(_nodes.ended_by_signals())
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="railrelay-bench-")))
         nodes = [
-            stack.enter_context(Node(f"bench-{side}-{os.getpid()}", directory, geometry, cpus, case.congestion))
-            for side, cpus in (("prefill", placement.sending), ("decode", placement.receiving))
+            stack.enter_context(Node(f"bench-{side}-{os.getpid()}", directory, geometry, cpus, case.congestion, nics))
+            for side, cpus, nics in (
+                ("prefill", placement.sending, case.sending),
+                ("decode", placement.receiving, case.receiving),
+            )
         ]
         sender = stack.enter_context(
             Worker(

@@ -11,7 +11,7 @@ from typing import Any, Final
 from railrelay.client import paths
 from railrelay.client.errors import ErrorCode, RelayError, error
 from railrelay.shm_layout import abi, segment
-from railrelay.shm_layout.segment import Segment, SegmentError, SegmentState
+from railrelay.shm_layout.segment import OwnerState, Segment, SegmentError, SegmentState
 
 Row = dict[str, Any]
 
@@ -53,9 +53,12 @@ def open_node(instance: str) -> Segment:
 
 
 def nics(node: Segment) -> list[str]:
-    """The kind of NIC of each rail: tcp, or emulated."""
+    """The kind of NIC of each rail: tcp, verbs or emulated; and whose it is, while another rail's has taken over."""
     rails = node.area(abi.CONSTANTS["AREA_RAILS"], "rail_state")
-    return [rails.text(rail, "nic") for rail in range(rails.count)]
+    return [
+        rails.text(rail, "nic") + (f" of {by - 1}" if (by := rails.get(rail, "taken_by")) else "")
+        for rail in range(rails.count)
+    ]
 
 
 def instances() -> list[str]:
@@ -65,9 +68,21 @@ def instances() -> list[str]:
 
 def daemon(node: Segment) -> Row:
     header = node.header
-    alive = segment.owner_alive(node)
-    phase = _PHASES.get(header.get(0, "phase"), "unknown")
-    return {"pid": header.get(0, "owner_pid"), "alive": alive, "phase": phase, "rails": header.get(0, "rails")}
+    state = segment.owner_state(node)
+    return {
+        "pid": header.get(0, "owner_pid"),
+        "alive": state is OwnerState.RUNNING,
+        "process": state.value,
+        "phase": _PHASES.get(header.get(0, "phase"), "unknown"),
+        "rails": header.get(0, "rails"),
+    }
+
+
+def ended(about: Row) -> str:
+    """What became of a daemon that does not run; "" of one that does."""
+    if about["process"] == OwnerState.UNREAPED.value:
+        return f"daemon pid {about['pid']} has ended and waits as a zombie for its parent process to notice"
+    return "" if about["alive"] else f"daemon pid {about['pid']} is gone"
 
 
 def show(
@@ -84,7 +99,7 @@ def show(
         print(json.dumps({"instance": args.instance, "daemon": about, key: rows}, indent=2))
         return 0
     if not about["alive"]:
-        print(f"daemon pid {about['pid']} is gone; this is its last state", file=sys.stderr)
+        print(f"{ended(about)}; this is its last state", file=sys.stderr)
     elif about["phase"] != "running":
         print(f"daemon pid {about['pid']} is {about['phase']}", file=sys.stderr)
     print(lines(rows) if rows else f"no {key}")

@@ -27,6 +27,7 @@ ADDRESS: Final = "127.0.0.1"
 
 _DAEMON: Final = (sys.executable, "-P", "-m", "railrelay.daemon.main")
 _READY_S: Final = 20.0
+_READY_VERBS_S: Final = 60.0  # where verbs can be tried without hardware the machine is emulated
 _READY_GPU_S: Final = 90.0  # helpers make CUDA contexts, several at once
 _EXIT_S: Final = 15.0
 _LOG_LINES: Final = 12
@@ -131,6 +132,17 @@ class Emulated:
         return ['nic = "emulated"', f"rate_gbit = {self.rate_gbit!r}", *where]
 
 
+@dataclass(frozen=True)
+class Verbs:
+    """The RDMA device of a rail."""
+
+    device: str
+    gid_index: int = -1
+
+    def lines(self) -> list[str]:
+        return ['nic = "verbs"', f"device = {json.dumps(self.device)}", f"gid_index = {self.gid_index}"]
+
+
 class Node:
     """A daemon of its own instance. Closes idempotently, and ends with this process however that ends."""
 
@@ -141,17 +153,20 @@ class Node:
         geometry: Geometry,
         cpus: Sequence[int],
         congestion: str = "",
-        emulated: Sequence[Emulated] = (),
+        nics: Sequence[Emulated | Verbs] = (),
     ) -> None:
-        """``cpus``: the core of each rail's thread, -1 for none. ``emulated``: of each rail, or none. RelayError if it
+        """``cpus``: the core of each rail's thread, -1 for none. ``nics``: of each rail; none: TCP. RelayError if it
         does not start."""
         self.instance = instance
         self.rails = len(cpus)
         self._log = directory / f"{instance}.log"
         config = directory / f"{instance}.toml"
-        rails = [[f'address = "{ADDRESS}"', f"cpu = {cpu}"] for cpu in cpus]
-        for rail, nic in zip(rails, emulated, strict=False):
-            rail += nic.lines()
+        rails = [[f"cpu = {cpu}"] for cpu in cpus]
+        for number, rail in enumerate(rails):
+            nic = nics[number] if nics else None
+            rail += nic.lines() if nic else []
+            if not isinstance(nic, Verbs):
+                rail.append(f'address = "{ADDRESS}"')
         config.write_text(_config(instance, directory / f"{instance}.sock", geometry, rails, congestion))
         ready, child_end = os.pipe()
         try:
@@ -167,7 +182,8 @@ class Node:
                 )
         finally:
             os.close(child_end)
-        limit_s = _READY_GPU_S if any(nic.gpu for nic in emulated) else _READY_S
+        of_gpu = any(isinstance(nic, Emulated) and nic.gpu for nic in nics)
+        limit_s = _READY_GPU_S if of_gpu else _READY_VERBS_S if nics else _READY_S
         try:
             facts = json.loads(self._ready_line(ready, limit_s))
         except BaseException:

@@ -28,10 +28,11 @@ from railrelay.client.cli import _bench_local, _bench_others, _bench_overlap, _n
 from railrelay.client.cli._bench_engines import Case
 from railrelay.client.cli._bench_setup import Placement, Run, Setup, ready
 from railrelay.client.cli._bench_targets import targets_of
-from railrelay.client.cli._nodes import MIB
+from railrelay.client.cli._nodes import MIB, Verbs
 from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import size, table
 from railrelay.client.client import Route
+from railrelay.client.errors import ArgumentError, ErrorCode
 
 _BLOCK_BYTES: Final = 65536
 _CALL_BYTES: Final = (1 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
@@ -63,6 +64,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--private", action="store_true", help="memory that the daemons cannot map, on both sides")
     parser.add_argument("--runs", type=int, metavar="R", help=f"default: {_PAIRS} pairs, {_SHORT_PAIRS} if short")
     parser.add_argument("--rails", type=int, default=1, metavar="R", help="default: %(default)s")
+    parser.add_argument("--nic", choices=["tcp", "verbs"], default="tcp", help="of the rails (default: tcp)")
+    parser.add_argument(
+        "--devices",
+        default="",
+        metavar="NAME[:GID],...",
+        help="--nic verbs: RDMA devices of the sending daemon's rails, then of the receiving one's, which has the same"
+        " if there are no more; with a row of the GID table, else that is looked for",
+    )
     parser.add_argument("--congestion", default="reno", metavar="NAME", help="TCP congestion control (default: reno)")
     parser.add_argument("--json", action="store_true", help="for programs")
     _bench_overlap.configure(parser)
@@ -126,6 +135,7 @@ def _transfer(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         Route.RELAY_ALL if relay else Route.DIRECT,
         args.private,
         args.congestion,
+        *_devices(args),
     )
     placement = placement_of(case)
     small = case.nbytes <= _SMALL_BYTES
@@ -159,6 +169,7 @@ def _transfer(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "verified": wrong == 0,
         "wrong_blocks": wrong,
         "route": args.route,
+        "nic": args.nic,
         "blocks": case.blocks,
         "block_bytes": case.block_bytes,
         "bytes": case.nbytes,
@@ -170,8 +181,27 @@ def _transfer(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "placement": vars(placement),
         "geometry": vars(geometry),
     }
-    targets = targets_of(result)
+    targets = targets_of(result) if args.nic == "tcp" else []
     return {**result, "targets": [{**target.facts(), "text": target.text()} for target in targets]}
+
+
+def _devices(args: argparse.Namespace) -> tuple[tuple[Verbs, ...], tuple[Verbs, ...]]:
+    """Of the rails of the sending and the receiving daemon; none for TCP. ArgumentError."""
+    names = [name for name in args.devices.split(",") if name]
+    if (args.nic == "verbs") != bool(names):
+        needs = "needs --devices" if args.nic == "verbs" else "has no --devices"
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"--nic {args.nic} {needs}")
+    rails = args.rails if names else 0
+    if len(names) not in (rails, 2 * rails):
+        text = f"--devices: {len(names)} of them for {rails} rails; expected {rails}, or twice as many"
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+    found = []
+    for name in names:
+        device, _, row = name.partition(":")
+        if row and not row.isdecimal():
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"--devices {name}: expected NAME or NAME:GID, a number")
+        found.append(Verbs(device, int(row) if row else -1))
+    return tuple(found[:rails]), tuple(found[-rails:] if rails else [])
 
 
 def _calibrated(setup: Setup, small: bool) -> tuple[int, int]:
@@ -243,7 +273,8 @@ def _described(args: argparse.Namespace, case: Case) -> str:
     return (
         f"{case.blocks:,} block{'s' if case.blocks > 1 else ''} of {size(case.block_bytes)} ({size(case.nbytes)}),"
         f" {args.route}, {case.rails}"
-        f" rail{'s' if case.rails > 1 else ''}, {'private' if case.private else 'shared'} memory, {args.congestion}"
+        f" rail{'s' if case.rails > 1 else ''}, {'private' if case.private else 'shared'} memory,"
+        f" {args.congestion if args.nic == 'tcp' else args.nic}"
     )
 
 
@@ -264,6 +295,8 @@ def _report(result: dict[str, Any]) -> str:
         f" {size(result['limit_bytes_per_call'])} per call;"
         f" {'content verified' if result['verified'] else str(result['wrong_blocks']) + ' WRONG BLOCKS'}",
     ]
+    if result["nic"] == "verbs":
+        lines.append("the limit is loopback TCP: what the devices can do says ib_write_bw")
     if result["others_cores"] > _NOISE_CORES:
         lines.append(f"other processes used {result['others_cores']:.2f} cores meanwhile: the figures are noisy")
     lines += [f"target: {target['text']}" for target in result["targets"]]

@@ -4,7 +4,8 @@ Only lanes that are leased or have carried something, unless --all. A lane is wr
 the sender may still fill. HEAD, DOORBELL, COMPLETED: slots announced, filled, and placed at the peer. STALLS: how
 often, and how long, the sender waited for credit. DIRECT: bytes that the rail sent straight from the sender's memory,
 without a slot. LOCAL: bytes that the client copied to another client of this daemon by itself. NIC emulated: a process
-of this node plays the wire, at a rate that the configuration sets."""
+of this node plays the wire, at a rate that the configuration sets. NIC verbs of 3: the device of rail 3 has taken over;
+see `railrelay rails`."""
 
 from __future__ import annotations
 

@@ -86,11 +86,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"railrelay trace: {args.output}: {failure.strerror}; name another file with -o", file=sys.stderr)
         return 1
     found = {**summary(shown, lost), "file": str(args.output)}
+    if not shown:
+        kept = f"none of the {len(slices)} slices is of this transfer" if slices else "the rails keep no slice"
+        print(f"railrelay trace: {args.output} shows nothing: {kept}", file=sys.stderr)
     if args.json:
         print(json.dumps({"instance": args.instance, "daemon": about, "trace": found}, indent=2))
         return 0
     if not about["alive"]:
-        print(f"daemon pid {about['pid']} is gone; these are its last slices", file=sys.stderr)
+        print(f"{_node.ended(about)}; these are its last slices", file=sys.stderr)
     print(_lines(found))
     return 0
 

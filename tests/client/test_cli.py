@@ -75,7 +75,8 @@ def test_lanes_shows_who_fills_which_rail_and_the_credit_left(node: Node, capsys
         1, 2, leased=1, pid=4711, rank=5, generation=9, head=12, doorbell=10, completed=8, stalls=3, bytes=3 << 20
     )
     found = as_json(capsys, "lanes", "--instance", node.instance)
-    assert found["daemon"] == {"pid": os.getpid(), "alive": True, "phase": "running", "rails": RAILS}
+    about = {"pid": os.getpid(), "alive": True, "process": "running", "phase": "running", "rails": RAILS}
+    assert found["daemon"] == about
     [lane] = found["lanes"]
     assert (lane["rail"], lane["sender"], lane["client"], lane["pid"], lane["name"]) == (1, 5, 2, 4711, "prefill-5")
     assert (lane["credit"], lane["head"], lane["doorbell"], lane["completed"]) == (14, 12, 10, 8)
@@ -153,6 +154,22 @@ def test_the_state_of_a_dead_daemon_is_shown_as_its_last(capsys: pytest.CaptureF
         assert main(["lanes", "--instance", f"test-dead-{os.getpid()}"]) == OK
         assert capsys.readouterr().err == f"daemon pid {child.pid} is gone; this is its last state\n"
         assert as_json(capsys, "lanes", "--instance", f"test-dead-{os.getpid()}")["daemon"]["alive"] is False
+
+
+def test_a_daemon_that_was_killed_and_not_reaped_is_not_alive(capsys: pytest.CaptureFixture[str]) -> None:
+    instance = f"test-zombie-{os.getpid()}"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        made = make_node(instance, child.pid)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with made:
+            assert main(["lanes", "--instance", instance]) == OK
+            assert capsys.readouterr().err == (
+                f"daemon pid {child.pid} has ended and waits as a zombie for its parent process to notice;"
+                " this is its last state\n"
+            )
+            about = as_json(capsys, "lanes", "--instance", instance)["daemon"]
+            assert (about["alive"], about["process"]) == (False, "unreaped")
 
 
 def test_a_missing_instance_is_named_with_those_that_exist(node: Node, capsys: pytest.CaptureFixture[str]) -> None:

@@ -266,6 +266,17 @@ def test_seconds_shows_only_what_ends_from_now_on(
     assert (found["slices"], slices) == (0, [])
 
 
+def test_a_file_without_slices_says_so(node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.json"
+    assert main(["trace", "--instance", node.instance, "-o", str(path), "--json"]) == OK
+    assert capsys.readouterr().err == f"railrelay trace: {path} shows nothing: the rails keep no slice\n"
+    node.add(tag=1)
+    assert main(["trace", "--instance", node.instance, "-o", str(path), "--json", "--transfer", "0x2"]) == OK
+    assert "shows nothing: none of the 1 slices is of this transfer" in capsys.readouterr().err
+    traced(node, path, capsys)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_that_cannot_be_written_is_named(node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "missing" / "t.json"
     assert main(["trace", "--instance", node.instance, "-o", str(path)]) == FAILED

@@ -8,6 +8,7 @@ from railrelay.daemon import config
 from railrelay.daemon.config import ConfigError, parse
 
 EMULATED = '[[rail]]\naddress = "127.0.0.1"\nnic = "emulated"\n'
+VERBS = '[[rail]]\nnic = "verbs"\n'
 
 
 def test_without_a_file_there_is_one_rail_on_loopback() -> None:
@@ -25,7 +26,7 @@ def test_printed_example_says_the_defaults() -> None:
     loaded, defaults = parse(commented_in), parse("")
     assert parse(config.EXAMPLE) == defaults
     assert (loaded.relay, loaded.limits, loaded.timeouts) == (defaults.relay, defaults.limits, defaults.timeouts)
-    assert (loaded.tcp, loaded.data) == (defaults.tcp, defaults.data)
+    assert (loaded.tcp, loaded.verbs, loaded.data) == (defaults.tcp, defaults.verbs, defaults.data)
 
 
 def test_sizes_are_numbers_or_text_with_a_unit() -> None:
@@ -53,7 +54,20 @@ def test_sizes_are_numbers_or_text_with_a_unit() -> None:
         ('[[rail]]\naddress = "eth0"', 'rail[0].address: "eth0": expected the IPv4 or IPv6 address'),
         ('[[rail]]\naddress = "0.0.0.0"', 'rail[0].address: "0.0.0.0": expected'),
         ('[[rail]]\naddress = "127.0.0.1"\nport = 65536', "rail[0].port: 65536: expected 0 to 65535"),
-        ('[[rail]]\naddress = "127.0.0.1"\nnic = "verbs"', 'rail[0].nic: "verbs": expected one of "tcp", "emulated"'),
+        (
+            '[[rail]]\naddress = "127.0.0.1"\nnic = "roce"',
+            'rail[0].nic: "roce": expected one of "tcp", "verbs", "emulated"',
+        ),
+        (VERBS + 'device = "mlx5 0"', 'rail[0].device: "mlx5 0": expected the name of an RDMA device'),
+        (VERBS + "port = 4791", "rail[0].port: 4791: expected none with"),
+        (VERBS + "port_number = 0", "rail[0].port_number: 0: expected 1 to 255"),
+        (VERBS + "gid_index = -2", "rail[0].gid_index: -2: expected -1 to 65535"),
+        (VERBS + 'memory = "device"', 'rail[0].gpu: "": expected a UUID'),
+        (EMULATED + 'device = "mlx5_0"', 'rail[0].device: "mlx5_0": expected none without nic = "verbs"'),
+        ("[verbs]\ntimeout = 0", "verbs.timeout: 0: expected 1 to 31"),
+        ("[verbs]\nretry_count = 8", "verbs.retry_count: 8: expected 0 to 7"),
+        ("[verbs]\nsignal_every = 1024", "verbs.signal_every: 1024: expected at most half of sq_depth, 512"),
+        ('[verbs]\nflush = "often"', 'verbs.flush: "often": expected "auto" or "always" or "never"'),
         (EMULATED + "rate_gbit = 0", "rail[0].rate_gbit: 0.0: expected 0.001 to 10000"),
         (EMULATED + 'rate_gbit = "fast"', 'rail[0].rate_gbit: "fast": expected float, got str'),
         (EMULATED + 'memory = "disk"', 'rail[0].memory: "disk": expected "host" or "device" with nic = "emulated"'),
@@ -95,6 +109,13 @@ def test_a_rail_is_never_emulated_unless_the_configuration_says_so() -> None:
     assert {rail.nic for rail in parse("").rail + parse(config.EXAMPLE).rail} == {"tcp"}
     [rail] = parse(EMULATED + 'memory = "device"\ngpu = 3').rail
     assert (rail.nic, rail.rate_gbit, rail.memory, rail.gpu, rail.copies) == ("emulated", 400, "device", 3, "auto")
+
+
+def test_a_verbs_rail_needs_no_address() -> None:
+    [rail] = parse(VERBS).rail
+    assert (rail.address, rail.device, rail.port_number, rail.gid_index) == ("", "", 1, -1)
+    [rail] = parse(VERBS + 'device = "mlx5_0"\ngid_index = 3\nmemory = "device"\ngpu = 0').rail
+    assert (rail.device, rail.gid_index, rail.memory) == ("mlx5_0", 3, "device")
 
 
 def test_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> None:

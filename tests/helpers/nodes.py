@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from helpers import processes
+from helpers import processes, rail_devices
+from helpers.rail_devices import Device, Devices
+from helpers.verbs_stand_in import Fabric
 from helpers.waiting import LIMIT_S, until
 from railrelay.client import Client
 
@@ -50,16 +52,17 @@ SMALL: Final[Mapping[str, Mapping[str, object]]] = {
 }
 
 
+Rails = int | Sequence[str] | Sequence[Device]
+
+
 def new_instance() -> str:
     """A name that no other run uses."""
     return f"t{os.getpid()}-{next(_numbers)}"
 
 
-def config_text(
-    instance: str, socket: Path | str, rails: int | Sequence[str], sections: Mapping[str, Mapping[str, object]]
-) -> str:
-    """TOML; ``rails``: how many on 127.0.0.1, or their addresses. ``sections`` may add to [node], and "rail" to each
-    [[rail]]."""
+def config_text(instance: str, socket: Path | str, rails: Rails, sections: Mapping[str, Mapping[str, object]]) -> str:
+    """TOML; ``rails``: how many on 127.0.0.1, or their addresses, or RDMA devices. ``sections`` may add to [node], and
+    "rail" to each [[rail]]."""
     addresses = ["127.0.0.1"] * rails if isinstance(rails, int) else rails
     node: dict[str, object] = {"instance": instance, "socket": str(socket), **sections.get("node", {})}
     lines: list[str] = []
@@ -68,8 +71,9 @@ def config_text(
         if name == "rail":
             continue
         lines += [f"[{name}]", *(f"{option} = {json.dumps(value)}" for option, value in options.items())]
-    for address in addresses:
-        lines += ["[[rail]]", f'address = "{address}"', *of_rails]
+    for rail in addresses:
+        own = rail.lines() if isinstance(rail, Device) else [f'address = "{rail}"']
+        lines += ["[[rail]]", *own, *of_rails]
     return "\n".join(lines) + "\n"
 
 
@@ -89,6 +93,8 @@ class Node:
     log_path: Path
     config_path: Path
     process: subprocess.Popen[str]
+    devices: Sequence[Device] = ()  # of verbs rails
+    fabric: Fabric | None = None
     ended: bool = False
 
     @property
@@ -164,17 +170,25 @@ class Starting:
 
 @dataclass
 class Nodes:
-    """Starts daemons below ``directory`` and ends all of them."""
+    """Starts daemons below ``directory`` and ends all of them. With nic "verbs" a number of rails means so many RDMA
+    devices; nodes of a pair have different ones, if there are enough."""
 
     directory: Path
+    nic: str = "tcp"
     limit_s: int = processes.LIMIT_S
     environment: dict[str, str] = field(default_factory=dict)  # more of it, for daemons
     started: list[Node] = field(default_factory=list)
     tolerated: list[str] = field(default_factory=list)  # what logs may say in spite of the rules of check()
+    devices: Devices = field(init=False)  # of verbs
+
+    def __post_init__(self) -> None:
+        if self.nic == "verbs":
+            self.devices = rail_devices.devices(self.directory / "fabric")
+            self.environment.update(self.devices.environment)
 
     def start(
         self,
-        rails: int | Sequence[str] = 1,
+        rails: Rails = 1,
         *,
         instance: str = "",
         prefix: Sequence[str] = (),
@@ -182,7 +196,8 @@ class Nodes:
         **sections: Mapping[str, object],
     ) -> Node:
         """``sections`` change single options of ``base``, as in relay={"slots": 2}."""
-        return self._ready(self._begin(rails, instance, prefix, merged(base, sections)))
+        [own] = self._rails([rails])
+        return self._ready(self._begin(own, instance, prefix, self._sections(base, sections)))
 
     def start_file(self, instance: str, config: Path) -> Node:
         """With a configuration file of the test's own."""
@@ -190,15 +205,27 @@ class Nodes:
 
     def pair(
         self,
-        rails: tuple[int | Sequence[str], int | Sequence[str]] = (1, 1),
+        rails: tuple[Rails, Rails] = (1, 1),
         *,
         base: Mapping[str, Mapping[str, object]] = SMALL,
         **sections: Mapping[str, object],
     ) -> tuple[Node, Node]:
         """A prefill and a decode node."""
-        starting = [self._begin(count, "", (), merged(base, sections)) for count in rails]
+        options = self._sections(base, sections)
+        starting = [self._begin(own, "", (), options) for own in self._rails(rails)]
         first, second = (self._ready(one) for one in starting)
         return first, second
+
+    def _rails(self, rails: Sequence[Rails]) -> list[Rails]:
+        counts = [rail for rail in rails if isinstance(rail, int)]
+        if self.nic != "verbs" or len(counts) < len(rails):
+            return list(rails)
+        return list(self.devices.split(counts))
+
+    def _sections(
+        self, base: Mapping[str, Mapping[str, object]], sections: Mapping[str, Mapping[str, object]]
+    ) -> dict[str, dict[str, object]]:
+        return merged(merged(base, rail_devices.SECTIONS if self.nic == "verbs" else {}), sections)
 
     def fails(self, text: str) -> tuple[int, str]:
         """Exit code and last line of the log of a daemon that cannot start with this configuration."""
@@ -256,7 +283,7 @@ class Nodes:
 
     def _begin(
         self,
-        rails: int | Sequence[str],
+        rails: Rails,
         instance: str,
         prefix: Sequence[str],
         sections: Mapping[str, Mapping[str, object]],
@@ -264,7 +291,11 @@ class Nodes:
         instance = instance or new_instance()
         config = self.directory / f"{instance}.toml"
         config.write_text(config_text(instance, self.directory / f"{instance}.sock", rails, sections))
-        return self._spawn(instance, config, prefix)
+        starting = self._spawn(instance, config, prefix)
+        if self.nic == "verbs" and not isinstance(rails, int):
+            starting.node.devices = [rail for rail in rails if isinstance(rail, Device)]
+            starting.node.fabric = self.devices.fabric
+        return starting
 
     def _spawn(self, instance: str, config: Path, prefix: Sequence[str]) -> Starting:
         log = self.directory / f"{instance}.log"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from helpers import rail_devices
 from helpers.nodes import Node
 from railrelay.client import protocol
 
@@ -66,6 +67,14 @@ def cut(
 ) -> int:
     """Cuts, or resets, a share of the rail connections, of the control connections, or both; how many."""
     rng = random.Random(seed)
+    if one.devices:
+        chosen = [device for device in one.devices if rails and rng.random() < share]
+        broken = sum(rail_devices.break_connections(device, one.fabric, silently=reset) for device in chosen)
+        return broken + (_cut(one, other, rng, share, rails=False, control=True, reset=reset) if control else 0)
+    return _cut(one, other, rng, share, rails=rails, control=control, reset=reset)
+
+
+def _cut(one: Node, other: Node, rng: random.Random, share: float, *, rails: bool, control: bool, reset: bool) -> int:
     with connections(one, other) as found:
         chosen = [
             connection for connection in found if (control if connection.is_control else rails) and rng.random() < share

@@ -8,7 +8,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from helpers import memory, patterns
+from _pytest.mark.structures import ParameterSet
+from helpers import memory, patterns, rail_devices
 from helpers.memory import KINDS, Kind, Memory
 from helpers.nodes import Node, Nodes
 
@@ -17,6 +18,7 @@ from railrelay.client import Client, PageLayout, RemoteRegion, Result, Route
 pytestmark = pytest.mark.system
 
 RAILS = ((1, 1), (4, 4), (4, 2), (2, 3))
+SLOW_RAILS = ((1, 1), (2, 3))  # for the emulated machine that has real verbs
 EMULATED = (1, 4)  # rails of one node, which sends to itself
 SOURCE_BYTES = 1 << 20
 DESTINATION_BYTES = 1 << 20  # a rail
@@ -30,18 +32,26 @@ class Pair:
     destination: Kind  # of the memory that is written
 
 
-CASES = [*product(RAILS, KINDS), *((rails, "shared") for rails in EMULATED)]  # it refuses private destinations
+Case = tuple[str, int | tuple[int, int], Kind]
 
 
-def _name(case: tuple[int | tuple[int, int], Kind]) -> str:
-    rails, kind = case
-    return f"{rails}emulated" if isinstance(rails, int) else f"{rails[0]}to{rails[1]}rails-{kind}"
+def _case(nic: str, rails: int | tuple[int, int], kind: Kind) -> ParameterSet:
+    ends = str(rails) if isinstance(rails, int) else f"{rails[0]}to{rails[1]}"
+    return pytest.param((nic, rails, kind), id=f"{ends}-{nic}-{kind}", marks=rail_devices.marks(nic))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=_name)
+CASES = [
+    *(_case("tcp", *case) for case in product(RAILS, KINDS)),
+    *(_case("verbs", *case) for case in product(SLOW_RAILS if rail_devices.real() else RAILS, KINDS)),
+    *(_case("emulated", rails, "shared") for rails in EMULATED),  # it refuses private destinations
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    rails, destination = request.param
-    nodes = Nodes(tmp_path_factory.mktemp("nodes"), limit_s=400)
+    case: Case = request.param
+    nic, rails, destination = case
+    nodes = Nodes(tmp_path_factory.mktemp("nodes"), nic=nic, limit_s=400 * rail_devices.slowness())
     if isinstance(rails, int):
         node = nodes.start(rails, rail={"nic": "emulated", "rate_gbit": 100})
         yield Pair(node, node, destination)

@@ -498,7 +498,7 @@ def test_another_abi_version_is_refused_and_both_are_named(scene: Scene) -> None
 
 def test_another_protocol_version_is_refused_and_both_are_named(scene: Scene) -> None:
     with RawClient(scene.prefill.socket, rank=6) as raw:
-        with pytest.raises(Refused, match=r"protocol 9, the daemon 1") as failure:
+        with pytest.raises(Refused, match=r"protocol 9, the daemon 2") as failure:
             raw.attach(version=9)
         assert failure.value.code == "version"
 
@@ -699,7 +699,7 @@ FACTS = [protocol.RailFacts("rail0", "tcp", "127.0.0.1", 1)]
         b"\x00\x00\x00\x00",
         protocol.LENGTH_PREFIX.pack(3) + b"\xc1\xc1\xc1",
         framed(protocol.Ping(1)),
-        framed(protocol.PeerAbort(1, 1, [0])),
+        framed(protocol.PeerAbort(1, 1, [0], 0, 1)),
         framed(protocol.FenceRail(1, 1)),
         framed(protocol.PeerDone(1)) + framed(protocol.PeerOpenRegion(2, bytes(16))),
     ],

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from helpers import memory, patterns, sockets
+from helpers import memory, patterns, rail_devices, sockets
 from helpers.memory import KINDS, Kind, Link
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
@@ -20,7 +20,7 @@ from helpers.waiting import until
 from railrelay.client import Client, Result, Route, Transfer, TransferError, Unsettled
 from railrelay.shm_layout import abi, segment
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, rail_devices.every_nic()]
 
 BLOCKS, BLOCK = 2048, 16384
 NBYTES = BLOCKS * BLOCK
@@ -75,13 +75,15 @@ def test_rails_that_break_in_the_middle_cost_only_time(
             broken += sockets.cut(first, second, reset=reset)
             transfer.wait(30)
             assert arrived(link, seed)
-        assert broken >= 6
+        assert broken >= (3 if prefill.devices else 6)  # of verbs rails there is none while another takes over
         assert counter(prefill, "connections_lost") >= 6
     assert not [error for error in prefill.errors() if error["code"] == "internal"]
 
 
 def test_slices_that_were_on_their_way_are_sent_again(pair: tuple[Node, Node]) -> None:
     prefill, decode = pair
+    if prefill.devices:
+        pytest.skip("the NIC of a daemon that stands still goes on; see tests/verbs")
     with prefill.connect(0) as sender, decode.connect(0) as receiver:
         link = memory.link(sender, receiver, NBYTES)
         link.source.array[:] = patterns.content(NBYTES, 1)

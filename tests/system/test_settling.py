@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from helpers import memory, patterns
+from helpers import memory, patterns, rail_devices
 from helpers.engines import EngineError, Engines
 from helpers.memory import KINDS, Kind, Link
 from helpers.nodes import Node, Nodes
@@ -28,7 +28,7 @@ from railrelay.client import (
     WaitTimeout,
 )
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, rail_devices.every_nic()]
 
 NBYTES = 32 << 20  # much more than sockets and slots hold
 BLOCK = 16384

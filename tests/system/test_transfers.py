@@ -210,6 +210,18 @@ def test_loops_of_two_threads_await_the_same_transfer(link: Link) -> None:
         assert [future.result(30) for future in waiting] == ["placed", "placed"]
 
 
+def test_a_transfer_shows_its_number_and_its_state(link: Link) -> None:
+    event = HostEvent()
+    transfer = send(link, ready=event, tag=7)
+    assert repr(transfer) == f"<Transfer {transfer._submission.index} (tag 0x7) to {link.remote.peer.session}: running>"
+    event.set()
+    transfer.wait(30)
+    assert repr(transfer).endswith(": ok>")
+    ended = send(link, ready=HostEvent())
+    ended.cancel()
+    assert repr(ended).endswith(": cancelled>")
+
+
 def test_an_await_that_is_cancelled_leaves_the_transfer_alone(link: Link) -> None:
     async def main() -> None:
         event = HostEvent()

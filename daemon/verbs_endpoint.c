@@ -1,0 +1,634 @@
+/* The verbs NIC: registrations, and endpoints from their making until a rail's thread takes them. Main thread and its
+ * workers, under the lock of struct rr_verbs, but for what says otherwise. */
+#define _GNU_SOURCE
+#include "verbs_inside.h"
+
+#ifdef RR_HAVE_VERBS
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/random.h>
+
+static void free_parts(struct rr_connection *c)
+{
+    if (c->qp) rr_ibv.destroy_qp(c->qp);
+    if (c->mr) rr_ibv.dereg_mr(c->mr);
+    free(c->memory);
+    free(c->sges);
+    free(c->settlement);
+    free(c);
+}
+
+static void *reap(void *argument)
+{
+    struct rr_verbs *state = argument;
+    pthread_mutex_lock(&state->lock);
+    while (state->dead || !state->reaper_stop) {
+        struct rr_connection *c = state->dead;
+        if (!c) {
+            pthread_cond_wait(&state->reaper_wake, &state->lock);
+            continue;
+        }
+        state->dead = c->next;
+        state->reaping = 1;
+        struct verbs_port *port = c->port;
+        uint32_t cq = c->cq, entries = c->cq_entries;
+        pthread_mutex_unlock(&state->lock);
+        free_parts(c);
+        pthread_mutex_lock(&state->lock);
+        port->room[cq] += entries;
+        state->reaping = 0;
+        if (!state->dead) pthread_cond_broadcast(&state->reaper_idle);
+    }
+    pthread_mutex_unlock(&state->lock);
+    return NULL;
+}
+
+/* Main thread: afterwards nothing is on its completion queues that was destroyed before. */
+void verbs_wait_for_reaper(struct rr_verbs *state)
+{
+    pthread_mutex_lock(&state->lock);
+    while (state->dead || state->reaping) pthread_cond_wait(&state->reaper_idle, &state->lock);
+    pthread_mutex_unlock(&state->lock);
+}
+
+/* Main thread, before any rail runs. */
+struct rr_verbs *verbs_state(struct rr_plane *plane)
+{
+    if (plane->verbs) return plane->verbs;
+    struct rr_verbs *state = calloc(1, sizeof *state);
+    if (!state) return NULL;
+    pthread_mutex_init(&state->lock, NULL);
+    pthread_cond_init(&state->reaper_wake, NULL);
+    pthread_cond_init(&state->reaper_idle, NULL);
+    state->next_key = 1;
+    if (pthread_create(&state->reaper, NULL, reap, state)) {
+        free(state);
+        return NULL;
+    }
+    plane->verbs = state;
+    return state;
+}
+
+static struct verbs_nic *nic_of(struct rr_plane *plane, uint32_t rail)
+{
+    if (!plane->verbs || rail >= plane->rail_count) return NULL;
+    struct rr_nic *nic = plane->rails[rail].nic;
+    return nic && nic->ops == &rr_verbs_nic ? verbs(nic) : NULL;
+}
+
+static void leave_device(struct verbs_device *device)
+{
+    if (--device->refs == 0) verbs_close_device(device);
+}
+
+void verbs_leave_device(struct rr_plane *plane, struct verbs_device *device)
+{
+    pthread_mutex_lock(&plane->verbs->lock);
+    leave_device(device);
+    pthread_mutex_unlock(&plane->verbs->lock);
+}
+
+int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts *out)
+{
+    struct verbs_nic *nic = nic_of(plane, rail);
+    if (!nic) return -ENOENT;
+    struct verbs_device *device = nic->device;
+    struct ibv_port_attr port;
+    union ibv_gid gid;
+    memset(&port, 0, sizeof port);
+    memset(&gid, 0, sizeof gid);
+    memset(out, 0, sizeof *out);
+    int status = rr_ibv.query_port(device->context, (uint8_t)device->port, &port);
+    if (status) return -status;
+    if (device->gid_index >= 0 && rr_ibv.query_gid(device->context, (uint8_t)device->port, device->gid_index, &gid)) return -EIO;
+    memcpy(out->gid, gid.raw, sizeof out->gid);
+    out->lid = port.lid;
+    out->mtu_bytes = verbs_mtu_bytes(port.active_mtu);
+    out->port_up = port.state == IBV_PORT_ACTIVE;
+    out->ethernet = (uint32_t)device->ethernet;
+    out->max_sge = (uint32_t)device->limits.max_sge;
+    out->max_qp_wr = (uint32_t)device->limits.max_qp_wr;
+    out->max_cqe = (uint32_t)device->limits.max_cqe;
+    out->max_mr_bytes = device->limits.max_mr_size;
+    return 0;
+}
+
+int rr_verbs_queue_pairs(struct rr_plane *plane, uint32_t rail)
+{
+    struct verbs_nic *nic = nic_of(plane, rail);
+    if (!nic) return -ENOENT;
+    struct rr_verbs *state = plane->verbs;
+    int count = 0;
+    pthread_mutex_lock(&state->lock);
+    for (uint32_t i = 0; i < ENDPOINTS_MAX; i++) count += state->endpoints[i] && state->endpoints[i]->port->device == nic->device;
+    pthread_mutex_unlock(&state->lock);
+    return count;
+}
+
+/* ---- registrations ---- */
+
+int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
+                      enum rr_verbs_use use, struct rr_verbs_key *out)
+{
+    int access = IBV_ACCESS_LOCAL_WRITE | (use == RR_VERBS_FLUSH ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE);
+    struct verbs_nic *nic = nic_of(plane, through);
+    if (!nic) return -ENOENT;
+    struct verbs_key *key = calloc(1, sizeof *key);
+    if (!key) return -ENOMEM;
+    key->device = nic->device;
+    key->mr = verbs_register(key->device, address, bytes, dmabuf_fd, dmabuf_offset, access);
+    if (!key->mr) {
+        int status = errno;
+        free(key);
+        return -status;
+    }
+    struct rr_verbs *state = plane->verbs;
+    pthread_mutex_lock(&state->lock);
+    key->id = state->next_key++;
+    key->device->refs++;
+    key->next = state->keys;
+    state->keys = key;
+    *out = (struct rr_verbs_key){key->id, key->mr->lkey, key->mr->rkey};
+    pthread_mutex_unlock(&state->lock);
+    return 0;
+}
+
+int rr_verbs_deregister(struct rr_plane *plane, uint64_t id)
+{
+    struct rr_verbs *state = plane->verbs;
+    if (!state) return -ENOENT;
+    pthread_mutex_lock(&state->lock);
+    struct verbs_key **link = &state->keys, *key;
+    while ((key = *link) && key->id != id) link = &key->next;
+    if (key) *link = key->next;
+    pthread_mutex_unlock(&state->lock);
+    if (!key) return -ENOENT;
+    int status = rr_ibv.dereg_mr(key->mr);
+    verbs_leave_device(plane, key->device);
+    free(key);
+    return -status;
+}
+
+void rr_verbs_free(struct rr_plane *plane)
+{
+    struct rr_verbs *state = plane->verbs;
+    if (!state) return;
+    pthread_mutex_lock(&state->lock);
+    state->reaper_stop = 1;
+    pthread_cond_signal(&state->reaper_wake);
+    pthread_mutex_unlock(&state->lock);
+    pthread_join(state->reaper, NULL);
+    for (struct verbs_key *key = state->keys, *next; key; key = next) {
+        next = key->next;
+        rr_ibv.dereg_mr(key->mr);
+        leave_device(key->device);
+        free(key);
+    }
+    pthread_cond_destroy(&state->reaper_wake);
+    pthread_cond_destroy(&state->reaper_idle);
+    pthread_mutex_destroy(&state->lock);
+    free(state);
+    plane->verbs = NULL;
+}
+
+/* ---- endpoints ---- */
+
+static struct verbs_port *new_port(struct verbs_nic *nic, struct verbs_device *device, uint32_t through)
+{
+    struct verbs_port *port = calloc(1, sizeof *port);
+    if (!port) return NULL;
+    port->device = device;
+    port->through = through;
+    port->channel = rr_ibv.create_comp_channel(device->context);
+    if (!port->channel) {
+        free(port);
+        return NULL;
+    }
+    fcntl(port->channel->fd, F_SETFL, fcntl(port->channel->fd, F_GETFL) | O_NONBLOCK);
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = port};
+    if (epoll_ctl(nic->epoll_fd, EPOLL_CTL_ADD, port->channel->fd, &event)) {
+        rr_ibv.destroy_comp_channel(port->channel);
+        free(port);
+        return NULL;
+    }
+    device->refs++;
+    rr_store_release_pointer((void **)&nic->ports[through], port);
+    return port;
+}
+
+/* A completion queue with room for this many: every work request and receive of a queue pair may complete unseen. */
+static int take_cq(struct verbs_port *port, uint32_t entries, char *error)
+{
+    struct verbs_device *device = port->device;
+    for (uint32_t i = 0; i < port->cq_count; i++) {
+        if (port->room[i] < entries) continue;
+        port->room[i] -= entries;
+        return (int)i;
+    }
+    uint32_t size = (uint32_t)device->limits.max_cqe < CQ_ENTRIES ? (uint32_t)device->limits.max_cqe : CQ_ENTRIES;
+    if (size < entries || port->cq_count == CQS_MAX) {
+        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: no room for %u completions (%u queues of %u, max_cqe %d): fewer peers, or a smaller sq_depth",
+                 device->name, entries, port->cq_count, size, device->limits.max_cqe);
+        return -ENOSPC;
+    }
+    struct ibv_cq *cq = rr_ibv.create_cq(device->context, (int)size, NULL, port->channel, 0);
+    if (!cq) {
+        int status = errno ? errno : ENOMEM;
+        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: no completion queue of %u: %s", device->name, size, strerror(status));
+        return -status;
+    }
+    cq->cq_context = NULL;
+    port->cqs[port->cq_count] = cq;
+    port->room[port->cq_count] = size - entries;
+    rr_store_release_u32(&port->cq_count, port->cq_count + 1);
+    return (int)port->cq_count - 1;
+}
+
+/* 0 or the error. */
+static int make_parts(struct rr_connection *c, struct verbs_device *device, const struct rr_verbs_options *options, uint32_t table_entries,
+                      int sending, char *error)
+{
+    c->sges_each = (uint32_t)device->limits.max_sge < SGE_MAX ? (uint32_t)device->limits.max_sge : SGE_MAX;
+    c->sges = calloc((size_t)WR_BATCH * c->sges_each, sizeof *c->sges);
+    for (uint32_t i = 0; i < WR_BATCH; i++) {
+        c->wrs[i].next = &c->wrs[i + 1 < WR_BATCH ? i + 1 : 0];
+        c->wrs[i].sg_list = c->sges + i * c->sges_each;
+    }
+    c->memory_bytes = (MESSAGES + RECEIVES) * MESSAGE_BYTES + (sending ? (uint64_t)STAGES * table_entries * sizeof(struct rr_wire_run) : 0);
+    void *memory;
+    if (!c->sges || posix_memalign(&memory, 4096, c->memory_bytes)) return ENOMEM;
+    c->memory = memory;
+    memset(c->memory, 0, c->memory_bytes);
+    c->mr = verbs_register(device, (uint64_t)(uintptr_t)c->memory, c->memory_bytes, -1, 0,
+                           IBV_ACCESS_LOCAL_WRITE | (c->role == FLUSH ? IBV_ACCESS_REMOTE_READ : 0));
+    if (!c->mr) {
+        int status = errno;
+        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: cannot register %llu bytes for messages: %s", device->name,
+                 (unsigned long long)c->memory_bytes, strerror(status));
+        return status;
+    }
+    c->depth = sending ? options->send_depth : 2 * MESSAGES;
+    c->receives = RECEIVES;
+    c->signal_every = options->signal_every;
+    if (c->depth + 1 > (uint32_t)device->limits.max_qp_wr || c->receives > (uint32_t)device->limits.max_qp_wr) {
+        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: %u work requests and %u receives in a queue pair; its limit is %d (max_qp_wr): lower sq_depth",
+                 device->name, c->depth + 1, c->receives, device->limits.max_qp_wr);
+        return EINVAL;
+    }
+    struct ibv_qp_init_attr init;
+    memset(&init, 0, sizeof init);
+    init.send_cq = init.recv_cq = c->port->cqs[c->cq];
+    init.qp_type = IBV_QPT_RC;
+    init.cap.max_send_wr = c->depth + 1;
+    init.cap.max_recv_wr = c->receives;
+    init.cap.max_send_sge = c->sges_each;
+    init.cap.max_recv_sge = 1;
+    init.qp_context = c;
+    errno = 0;
+    c->qp = rr_ibv.create_qp(device->pd, &init);
+    if (c->qp) return 0;
+    int status = errno ? errno : EIO;
+    snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: no queue pair of %u work requests and %u receives: %s", device->name, c->depth + 1, c->receives,
+             strerror(status));
+    return status;
+}
+
+/* 0, or -1: no slot. */
+static int publish(struct rr_verbs *state, struct rr_connection *c)
+{
+    for (uint32_t i = 0; i < ENDPOINTS_MAX; i++) {
+        uint32_t slot = (state->next_slot + i) % ENDPOINTS_MAX;
+        if (state->endpoints[slot]) continue;
+        state->generations[slot] = state->generations[slot] % 0x7fff + 1;
+        c->slot = slot;
+        c->generation = state->generations[slot];
+        c->wr_tag = (uint64_t)slot << 48 | (uint64_t)c->generation << 32;
+        state->next_slot = slot + 1;
+        rr_store_release_pointer((void **)&state->endpoints[slot], c);
+        return 0;
+    }
+    return -1;
+}
+
+static int new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, enum role role, struct rr_verbs_endpoint *out,
+                        char *error)
+{
+    struct verbs_nic *nic = nic_of(plane, rail), *other = nic_of(plane, through);
+    if (!nic || !other) return -ENOENT;
+    struct rr_verbs *state = plane->verbs;
+    const struct rr_verbs_options *options = &plane->rails[rail].verbs;
+    struct rr_connection *c = calloc(1, sizeof *c);
+    if (!c) return -ENOMEM;
+    rr_window_init(&c->window);
+    c->nic = nic;
+    c->sending = sending;
+    c->role = role;
+    c->next_sequence = 1;
+    c->cq_entries = (sending ? options->send_depth : 2 * MESSAGES) + 1 + RECEIVES;
+    if (getrandom(&c->psn, sizeof c->psn, GRND_NONBLOCK) != sizeof c->psn) c->psn = (uint32_t)rr_now_ns();
+    c->psn &= 0xffffff;
+    pthread_mutex_lock(&state->lock);
+    c->port = nic->ports[through] ? nic->ports[through] : new_port(nic, other->device, through);
+    int cq = c->port ? take_cq(c->port, c->cq_entries, error) : -ENOMEM;
+    pthread_mutex_unlock(&state->lock);
+    if (cq < 0) {
+        free(c);
+        return cq;
+    }
+    c->cq = (uint32_t)cq;
+    int status = make_parts(c, other->device, options, plane->table_entries, sending, error);
+    pthread_mutex_lock(&state->lock);
+    if (!status && publish(state, c)) {
+        snprintf(error, RR_VERBS_ERROR_BYTES, "%u queue pairs are open", ENDPOINTS_MAX);
+        status = ENOSPC;
+    }
+    if (status) c->port->room[c->cq] += c->cq_entries;
+    pthread_mutex_unlock(&state->lock);
+    if (status) {
+        free_parts(c);
+        return -status;
+    }
+    *out = (struct rr_verbs_endpoint){(uint64_t)c->generation << 16 | c->slot, c->qp->qp_num, c->psn};
+    return 0;
+}
+
+int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, struct rr_verbs_endpoint *out, char *error)
+{
+    return new_endpoint(plane, rail, through, sending, NEW, out, error);
+}
+
+/* Any thread; NULL: another, or none, is there now. */
+struct rr_connection *verbs_endpoint_at(struct rr_plane *plane, uint32_t slot, uint32_t generation)
+{
+    if (slot >= ENDPOINTS_MAX) return NULL;
+    struct rr_connection *c = rr_load_acquire_pointer((void *const *)&plane->verbs->endpoints[slot]);
+    return c && c->generation == generation ? c : NULL;
+}
+
+static struct rr_connection *by_id(struct rr_plane *plane, uint64_t id)
+{
+    return plane->verbs ? verbs_endpoint_at(plane, (uint32_t)(id & 0xffff), (uint32_t)(id >> 16)) : NULL;
+}
+
+/* The owner only: a worker that connects it, or the rail's thread. */
+int verbs_post_receives(struct rr_connection *c, uint32_t count)
+{
+    struct ibv_recv_wr wrs[RECEIVE_BATCH], *bad;
+    struct ibv_sge sges[RECEIVE_BATCH];
+    while (count) {
+        uint32_t batch = count < RECEIVE_BATCH ? count : RECEIVE_BATCH;
+        for (uint32_t i = 0; i < batch; i++) {
+            uint64_t position = c->received_posted + i;
+            uint8_t *at = c->memory + (MESSAGES + position % RECEIVES) * MESSAGE_BYTES;
+            sges[i] = (struct ibv_sge){(uint64_t)(uintptr_t)at, MESSAGE_BYTES, c->mr->lkey};
+            wrs[i] = (struct ibv_recv_wr){WR_RECEIVE | c->wr_tag | (uint32_t)position, i + 1 < batch ? &wrs[i + 1] : NULL, &sges[i], 1};
+        }
+        int status = ibv_post_recv(c->qp, wrs, &bad);
+        if (status) {
+            c->received_posted += (uint64_t)(bad - wrs);
+            return status < 0 ? -status : status;
+        }
+        c->received_posted += batch;
+        count -= batch;
+    }
+    return 0;
+}
+
+static int initialise(struct rr_connection *c)
+{
+    struct ibv_qp_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.qp_state = IBV_QPS_INIT;
+    attr.port_num = (uint8_t)c->port->device->port;
+    attr.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | (c->role == FLUSH ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE);
+    return rr_ibv.modify_qp(c->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
+}
+
+static int ready_to_receive(struct rr_connection *c, const struct rr_verbs_route *route)
+{
+    const struct verbs_device *device = c->port->device;
+    struct ibv_qp_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.qp_state = IBV_QPS_RTR;
+    attr.path_mtu = verbs_mtu(route->mtu_bytes);
+    attr.dest_qp_num = route->qpn;
+    attr.rq_psn = route->psn;
+    attr.max_dest_rd_atomic = 1;
+    attr.min_rnr_timer = (uint8_t)route->min_rnr_timer;
+    attr.ah_attr.port_num = (uint8_t)device->port;
+    attr.ah_attr.sl = (uint8_t)route->service_level;
+    attr.ah_attr.dlid = (uint16_t)route->lid;
+    if (device->ethernet) {
+        attr.ah_attr.is_global = 1;
+        memcpy(attr.ah_attr.grh.dgid.raw, route->gid, sizeof route->gid);
+        attr.ah_attr.grh.sgid_index = (uint8_t)device->gid_index;
+        attr.ah_attr.grh.hop_limit = 64;
+        attr.ah_attr.grh.traffic_class = (uint8_t)route->traffic_class;
+    }
+    return rr_ibv.modify_qp(c->qp, &attr,
+                            IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
+                                IBV_QP_MIN_RNR_TIMER);
+}
+
+static int ready_to_send(struct rr_connection *c, const struct rr_verbs_route *route)
+{
+    struct ibv_qp_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.qp_state = IBV_QPS_RTS;
+    attr.sq_psn = c->psn;
+    attr.timeout = (uint8_t)route->timeout;
+    attr.retry_cnt = (uint8_t)route->retry_count;
+    attr.rnr_retry = (uint8_t)route->rnr_retry;
+    attr.max_rd_atomic = 1;
+    return rr_ibv.modify_qp(c->qp, &attr,
+                            IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
+}
+
+static void run_drop(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_connection *c = by_id(rail->plane, command->a);
+    if (!c || c->role == SENDER || c->role == RECEIVER || c->port->flush == c) return;
+    if (c->role == PROBE && c->probe_cookie)
+        rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)c->probe_cookie, IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
+    verbs_destroy(c);
+}
+
+int rr_verbs_connect(struct rr_plane *plane, uint64_t endpoint, const struct rr_verbs_route *route, char *error)
+{
+    if (!plane->verbs) return -ENOENT;
+    pthread_mutex_lock(&plane->verbs->lock);
+    struct rr_connection *c = by_id(plane, endpoint);
+    int usable = c && c->state == MADE && !c->busy && !c->doomed;
+    if (usable) c->busy = 1;
+    pthread_mutex_unlock(&plane->verbs->lock);
+    if (!usable) return c ? -EBUSY : -ENOENT;
+    c->remote_through = route->remote_through;
+    const char *step = "INIT";
+    int status = initialise(c);
+    if (!status) {
+        step = "receives";
+        status = verbs_post_receives(c, c->receives);
+    }
+    if (!status) {
+        step = "RTR";
+        status = ready_to_receive(c, route);
+    }
+    if (!status) {
+        step = "RTS";
+        status = ready_to_send(c, route);
+    }
+    if (status)
+        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: queue pair to %u of lid %u: %s: %s", c->port->device->name, route->qpn, route->lid, step,
+                 strerror(status));
+    pthread_mutex_lock(&plane->verbs->lock);
+    c->busy = 0;
+    if (!status) c->state = OPEN;
+    int doomed = c->doomed, receiving = !c->sending && c->role == NEW;
+    uint32_t through = c->port->through;
+    struct rr_rail *rail = c->nic->base.rail;
+    pthread_mutex_unlock(&plane->verbs->lock);
+    if (doomed) rr_rail_command(rail, (struct rr_command){.run = run_drop, .a = endpoint});
+    /* Its rail hears of the flush before it hears of the receiver. */
+    if (!status && receiving) return rr_verbs_set_flush(plane, (uint32_t)rail->number, through, NULL, 0, error);
+    return -status;
+}
+
+int rr_verbs_drop_endpoint(struct rr_plane *plane, uint64_t endpoint)
+{
+    if (!plane->verbs) return -ENOENT;
+    pthread_mutex_lock(&plane->verbs->lock);
+    struct rr_connection *c = by_id(plane, endpoint);
+    struct rr_rail *rail = c && !c->busy && !c->doomed ? c->nic->base.rail : NULL;
+    if (c) c->doomed = 1;
+    pthread_mutex_unlock(&plane->verbs->lock);
+    if (rail) rr_rail_command(rail, (struct rr_command){.run = run_drop, .a = endpoint});
+    return c ? 0 : -ENOENT;
+}
+
+static void run_probe(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_connection *c = by_id(rail->plane, command->a);
+    int64_t status = IBV_WC_GENERAL_ERR;
+    if (c && c->role == NEW && c->state == OPEN) {
+        struct ibv_send_wr wr = {.wr_id = send_wr_id(c, c->posted + 1), .opcode = IBV_WR_RDMA_WRITE_WITH_IMM, .send_flags = IBV_SEND_SIGNALED};
+        struct ibv_send_wr *bad;
+        if (ibv_post_send(c->qp, &wr, &bad) == 0) {
+            c->posted++;
+            c->role = PROBE;
+            c->probe_cookie = command->cookie;
+            return;
+        }
+    }
+    rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)command->cookie, status, 0, 0, 0);
+}
+
+int rr_verbs_probe(struct rr_plane *plane, uint64_t endpoint, uint64_t cookie)
+{
+    if (!plane->verbs) return -ENOENT;
+    pthread_mutex_lock(&plane->verbs->lock);
+    struct rr_connection *c = by_id(plane, endpoint);
+    struct rr_rail *rail = c ? c->nic->base.rail : NULL;
+    pthread_mutex_unlock(&plane->verbs->lock);
+    if (!rail) return -ENOENT;
+    rr_rail_command(rail, (struct rr_command){.run = run_probe, .a = endpoint, .cookie = cookie});
+    return 0;
+}
+
+/* ---- flush ---- */
+
+struct flush_order {
+    uint64_t endpoint; /* 0: the one that is there */
+    uint32_t through, count;
+    struct rr_verbs_target targets[RR_VERBS_TARGETS_MAX];
+};
+
+static void run_set_flush(struct rr_rail *rail, struct rr_command *command)
+{
+    struct flush_order *order = command->pointer;
+    struct verbs_nic *nic = verbs(rail->nic);
+    struct rr_connection *c = by_id(rail->plane, order->endpoint);
+    struct verbs_port *port = nic->ports[order->through];
+    if (c && port->flush) { /* somebody was faster */
+        verbs_destroy(c);
+    } else if (c) {
+        c->next = nic->connections;
+        nic->connections = c;
+        rr_store_release_pointer((void **)&port->flush, c);
+        if (!order->count) order->targets[order->count++] = (struct rr_verbs_target){(uint64_t)(uintptr_t)c->memory, c->mr->rkey};
+    }
+    if (order->count) memcpy(port->targets, order->targets, sizeof port->targets);
+    port->target_count = order->count ? order->count : port->target_count;
+    port->flush_needed = 1;
+    free(order);
+}
+
+int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count, char *error)
+{
+    struct verbs_nic *nic = nic_of(plane, rail);
+    if (!nic || !nic_of(plane, through)) return -ENOENT;
+    uint32_t when = plane->rails[rail].verbs.flush;
+    if (when == RR_FLUSH_NEVER || (when == RR_FLUSH_AUTO && !count)) return 0;
+    if (count > RR_VERBS_TARGETS_MAX) return -EINVAL;
+    pthread_mutex_lock(&plane->verbs->lock);
+    const struct verbs_port *port = nic->ports[through];
+    int there = port && rr_load_acquire_pointer((void *const *)&port->flush) != NULL;
+    pthread_mutex_unlock(&plane->verbs->lock);
+    struct flush_order *order = calloc(1, sizeof *order);
+    if (!order) return -ENOMEM;
+    order->through = through;
+    order->count = count;
+    if (count) memcpy(order->targets, targets, count * sizeof *targets);
+    if (!there) {
+        struct rr_verbs_endpoint made;
+        struct rr_verbs_facts facts;
+        int status = new_endpoint(plane, rail, through, 1, FLUSH, &made, error);
+        if (!status) {
+            order->endpoint = made.id;
+            status = rr_verbs_facts(plane, through, &facts);
+            struct rr_verbs_route route = {.qpn = made.qpn, .psn = made.psn, .lid = facts.lid, .mtu_bytes = facts.mtu_bytes, .timeout = 14, .retry_count = 6, .rnr_retry = 7};
+            memcpy(route.gid, facts.gid, sizeof route.gid);
+            if (!status) status = rr_verbs_connect(plane, made.id, &route, error);
+            if (status) rr_verbs_drop_endpoint(plane, made.id);
+        }
+        if (status) {
+            free(order);
+            return status;
+        }
+    }
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_set_flush, .pointer = order});
+    return 0;
+}
+
+/* The rail's thread: from now on nobody else uses it. NULL: not there, not connected, or dropped; it is now. */
+struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint, int sending)
+{
+    struct rr_plane *plane = nic->base.rail->plane;
+    pthread_mutex_lock(&plane->verbs->lock);
+    struct rr_connection *c = by_id(plane, endpoint);
+    if (c && (c->nic != nic || c->role != NEW || c->state != OPEN || c->sending != sending || c->doomed)) c = NULL;
+    if (c) {
+        c->next = nic->connections;
+        nic->connections = c;
+    }
+    pthread_mutex_unlock(&plane->verbs->lock);
+    if (!c) rr_verbs_drop_endpoint(plane, endpoint);
+    return c;
+}
+
+/* The rail's thread, or the main thread when it has ended. What still comes from its completion queue is told by its
+ * generation. */
+void verbs_destroy(struct rr_connection *c)
+{
+    struct rr_verbs *state = c->nic->base.rail->plane->verbs;
+    pthread_mutex_lock(&state->lock);
+    rr_store_release_pointer((void **)&state->endpoints[c->slot], NULL);
+    c->next = state->dead;
+    state->dead = c;
+    pthread_cond_signal(&state->reaper_wake);
+    pthread_mutex_unlock(&state->lock);
+}
+#endif

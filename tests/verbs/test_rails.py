@@ -1,0 +1,337 @@
+"""Daemons with verbs rails: takeover and readmission, withdrawal and abort where the receiver can refuse nothing,
+memory that cannot be registered, and how many queue pairs there are. On real devices, or on the stand-in's."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import memory, patterns, rail_devices, sockets
+from helpers.memory import Link
+from helpers.nodes import Node, Nodes
+from helpers.waiting import until
+
+from railrelay.client import Client, RelayError, Result, Route, Transfer, TransferError
+from railrelay.shm_layout import abi
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.parametrize("nic", [pytest.param("verbs", marks=rail_devices.marks("verbs"))]),
+]
+
+BLOCK = 16384
+NBYTES = (8 << 20) if rail_devices.real() else (32 << 20)
+BLOCKS = NBYTES // BLOCK
+WAIT_S = 30.0 * (4 if rail_devices.real() else 1)
+TIMEOUTS = {"connect_s": 5, "peer_s": 5, "settle_s": 5} if not rail_devices.real() else {"connect_s": 20, "peer_s": 20}
+stand_in_only = pytest.mark.skipif(rail_devices.real(), reason="needs what only the stand-in's devices can do")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, nic: str) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path, nic, limit_s=600)
+    yield nodes
+    if nodes.devices.fabric is None:
+        for device in nodes.devices.all:
+            rail_devices.port(device, None, up=True)
+    nodes.close()
+
+
+@pytest.fixture
+def pair(nodes: Nodes) -> tuple[Node, Node]:
+    return nodes.pair((2, 2), timeouts=TIMEOUTS)
+
+
+@dataclass
+class Stream:
+    """Transfers from one client to another, checked one by one."""
+
+    link: Link
+    seed: int = 0
+
+    def begin(self, tag: int = 5, timeout: float = 4 * WAIT_S) -> Transfer:
+        self.seed += 1
+        self.link.destination.array[:] = 0
+        taken, put = patterns.order(BLOCKS, BLOCK, self.seed)
+        return self.link.sender.write(
+            self.link.remote,
+            taken + np.uint64(self.link.source.address),
+            put + np.uint64(self.link.remote.address),
+            BLOCK,
+            tag=tag,
+            timeout=timeout,
+        )
+
+    def begun(self) -> None:
+        until(lambda: bool(self.link.destination.array[::BLOCK].any()), "the first bytes land", WAIT_S)
+
+    def end(self, transfer: Transfer) -> None:
+        transfer.wait(WAIT_S)
+        assert patterns.arrived(self.link.source.array, self.link.destination.array, BLOCKS, BLOCK, self.seed)
+
+    def once(self) -> None:
+        self.end(self.begin())
+
+
+def stream(sender: Client, receiver: Client, rail: int | None = None) -> Stream:
+    source, destination = memory.make(sender, NBYTES), memory.make(receiver, NBYTES, rail=rail)
+    source.array[:] = patterns.content(NBYTES, 1)
+    return Stream(Link(sender, receiver, source, destination, sender.open(destination.offer())))
+
+
+def rail(node: Node, number: int = 0) -> dict[str, object]:
+    found: dict[str, object] = node.cli("rails")["rails"][number]
+    return found
+
+
+def counter(node: Node, label: str) -> int:
+    assert label in abi.RAIL_COUNTERS
+    return sum(shown["counters"][label] for shown in node.cli("rails")["rails"])
+
+
+# ---- takeover ----
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("route", [Route.RELAY, Route.DIRECT])
+def test_a_rail_whose_port_goes_down_is_taken_over_and_comes_back(
+    pair: tuple[Node, Node], route: Route, side: str
+) -> None:
+    prefill, decode = pair
+    broken = prefill if side == "prefill" else decode
+    with prefill.connect(0, route=route) as sender, decode.connect(0) as receiver:
+        moving = stream(sender, receiver)
+        moving.once()
+        assert rail(prefill)["through"] == 0
+        transfer = moving.begin()
+        moving.begun()
+        rail_devices.port(broken.devices[0], broken.fabric, up=False)
+        moving.end(transfer)
+        until(lambda: rail(broken)["up"] is False, "the port is seen to be down", WAIT_S)
+        moving.once()
+        assert (rail(prefill)["through"], rail(prefill)["nic"]) == (1, "verbs")
+        assert rail(prefill)["takeovers"] == 1
+        assert [lane["nic"] for lane in prefill.cli("lanes")["lanes"] if lane["rail"] == 0] == ["verbs of 1"]
+        assert any("rail rail1 has taken over" in error["text"] for error in prefill.errors())
+        rail_devices.port(broken.devices[0], broken.fabric, up=True)
+        until(lambda: rail(prefill)["through"] == 0, "the rail is back", WAIT_S)
+        assert rail(broken)["up"] is True
+        moving.once()
+        assert rail(prefill)["takeovers"] == 1
+    # The event and the connection that followed, as the daemon saw them.
+    taken = re.search(r"connected through rail1 ([\d.]+) ms after", prefill.log)
+    assert taken is not None, prefill.log
+    if not rail_devices.real():
+        assert float(taken[1]) < 100
+
+
+@stand_in_only
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_queue_pair_that_fails_is_rebuilt_at_once(pair: tuple[Node, Node], side: str) -> None:
+    prefill, decode = pair
+    broken = prefill if side == "prefill" else decode
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        moving = stream(sender, receiver)
+        moving.once()
+        transfer = moving.begin()
+        moving.begun()
+        assert rail_devices.break_connections(broken.devices[0], broken.fabric) > 0
+        moving.end(transfer)
+        assert rail(prefill)["takeovers"] == 0
+    rebuilt = re.findall(r"connected through its own device ([\d.]+) ms after", prefill.log)
+    assert rebuilt
+    assert max(map(float, rebuilt)) < 1000
+
+
+@stand_in_only
+def test_a_rail_that_reaches_nobody_though_its_ports_are_up_is_taken_over(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        moving = stream(sender, receiver)
+        moving.once()
+        assert decode.fabric is not None
+        with decode.fabric.held(decode.devices[0].address):
+            moving.once()
+            assert rail(prefill)["through"] == 1
+            assert rail(prefill)["up"]
+        until(lambda: rail(prefill)["through"] == 0, "the rail is back")
+        moving.once()
+
+
+def test_without_another_rail_transfers_wait_and_go_on(nodes: Nodes) -> None:
+    prefill, decode = nodes.pair((1, 1), timeouts={**TIMEOUTS, "connect_s": 60})
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        moving = stream(sender, receiver)
+        moving.once()
+        rail_devices.port(prefill.devices[0], prefill.fabric, up=False)
+        until(lambda: rail(prefill)["up"] is False, "the port is seen to be down", WAIT_S)
+        transfer = moving.begin()
+        rail_devices.port(prefill.devices[0], prefill.fabric, up=True)
+        moving.end(transfer)
+        assert rail(prefill)["takeovers"] == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_nothing_is_lost_wrong_or_late_whatever_breaks(pair: tuple[Node, Node], seed: int) -> None:
+    """Queue pairs that fail, and ports that go down and up, 25 times while transfers are under way on both rails."""
+    prefill, decode = pair
+    rng = random.Random(seed)
+    with (
+        prefill.connect(0) as first, prefill.connect(1, route=Route.DIRECT) as second,
+        decode.connect(0) as third, decode.connect(1) as fourth, ThreadPoolExecutor(1) as threads,
+    ):  # fmt: skip
+        streams = [stream(first, third), stream(second, fourth)]
+        for moving in streams:
+            moving.once()
+
+        def break_once() -> None:
+            node = rng.choice([prefill, decode])
+            device = rng.choice(node.devices)
+            if node.fabric is not None and rng.random() < 0.6:
+                rail_devices.break_connections(device, node.fabric, silently=rng.random() < 0.3)
+                return
+            rail_devices.port(device, node.fabric, up=False)
+            try:
+                until(lambda: rail(node, list(node.devices).index(device))["up"] is False, "it is seen", WAIT_S)
+            finally:
+                rail_devices.port(device, node.fabric, up=True)
+
+        for _ in range(25):
+            transfers = [moving.begin() for moving in streams]
+            streams[0].begun()
+            breaking = threads.submit(break_once)
+            for moving, transfer in zip(streams, transfers, strict=True):
+                moving.end(transfer)
+            breaking.result(4 * WAIT_S)
+            canaries = [patterns.content(NBYTES, 100 + moving.seed) for moving in streams]
+            for moving, canary in zip(streams, canaries, strict=True):
+                moving.link.destination.array[:] = canary
+            until(lambda: all(rail(prefill, r)["through"] == r for r in range(2)), "rails are their own again", WAIT_S)
+            for moving, canary in zip(streams, canaries, strict=True):
+                assert (moving.link.destination.array == canary).all()
+        assert counter(prefill, "connections_lost") >= 10
+        assert prefill.peer_states() == {decode.session: "connected"}
+
+
+# ---- withdrawal and abort ----
+
+
+def test_a_region_is_taken_back_from_a_sender_that_is_silent(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        moving = stream(sender, receiver)
+        transfer = moving.begin()
+        moving.begun()
+        with prefill.paused():
+            moving.link.destination.region.unregister(timeout=WAIT_S)
+            canary = patterns.content(NBYTES, 7)
+            moving.link.destination.array[:] = canary
+        try:
+            transfer.wait(WAIT_S)
+        except TransferError as failure:
+            assert failure.result is Result.REGION_GONE  # noqa: PT017
+        assert (moving.link.destination.array == canary).all()
+        stream(sender, receiver).once()
+    assert counter(decode, "fences") > 0 or transfer.result is Result.OK
+
+
+def test_what_was_aborted_before_the_sender_knew_of_the_engine_is_refused(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        receiver.receiver.abort(77)
+        moving = stream(sender, receiver)
+        with pytest.raises(TransferError) as failure:
+            moving.begin(tag=77).wait(WAIT_S)
+        assert failure.value.result is Result.ABORTED
+        assert not moving.link.destination.array.any()
+        moving.once()
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:  # another engine in the same place
+        moving = stream(sender, receiver)
+        moving.end(moving.begin(tag=77))
+
+
+def test_what_was_aborted_while_the_daemons_were_apart_is_refused(pair: tuple[Node, Node]) -> None:
+    prefill, decode = pair
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        moving = stream(sender, receiver)
+        moving.once()
+        with prefill.paused():
+            assert sockets.cut(decode, prefill, rails=False, control=True) > 0
+            until(lambda: "control connection ended" in decode.log, "the receiver knows", WAIT_S)
+            receiver.receiver.abort(78, timeout=WAIT_S)
+        until(lambda: prefill.peer_states() == {decode.session: "connected"}, "they have met again", WAIT_S)
+        with pytest.raises(TransferError) as failure:
+            moving.begin(tag=78).wait(WAIT_S)
+        assert failure.value.result is Result.ABORTED
+        assert not moving.link.destination.array.any()
+        moving.once()
+
+
+# ---- memory ----
+
+
+@stand_in_only
+def test_memory_that_cannot_be_registered_is_an_error_that_says_why(pair: tuple[Node, Node]) -> None:
+    prefill, _ = pair
+    fabric, device = prefill.fabric, prefill.devices[1]
+    assert fabric is not None
+    with prefill.connect(0) as client:
+        fabric.fail_registration(device.address)
+        with pytest.raises(RelayError, match=rf"region .* \({1 << 20} bytes\).*{device.name}") as failure:
+            client.alloc(1 << 20)
+        assert failure.value.code.value == "no_memory"
+        before = fabric.counts(device.address, prefill.pid)
+        fabric.clear()
+        for _ in range(3):
+            memory.make(client, 1 << 20).region.unregister()
+        assert fabric.counts(device.address, prefill.pid) == before
+
+
+@stand_in_only
+def test_each_registration_ends_with_its_owner(nodes: Nodes) -> None:
+    prefill, decode = nodes.pair((2, 2), timeouts=TIMEOUTS)
+    fabric = nodes.devices.fabric
+    assert fabric is not None
+
+    def registered() -> int:
+        return sum(
+            fabric.counts(device.address, node.pid)["memory_regions"]
+            for node in (prefill, decode)
+            for device in node.devices
+        )
+
+    before = registered()
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        link = memory.link(sender, receiver, NBYTES, destination="private")
+        sender.write(link.remote, [link.source.address], [link.remote.address], NBYTES).wait(WAIT_S)
+        assert registered() > before
+    until(lambda: registered() == before, "nothing is registered any more")
+
+
+# ---- queue pairs ----
+
+
+@stand_in_only
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_queue_pairs_of_a_nic_grow_with_the_nodes_and_not_with_their_rails(nodes: Nodes, others: int) -> None:
+    fabric = nodes.devices.fabric
+    assert fabric is not None
+    rails = nodes.devices.all[:2]
+    prefill = nodes.start(rails)
+    decoding = [nodes.start(nodes.devices.all[2 + 2 * (n % 3) : 4 + 2 * (n % 3)]) for n in range(others)]
+    with prefill.connect(0) as first, prefill.connect(1) as second:
+        for node in decoding:
+            with node.connect(0) as receiver:
+                for sender in (first, second):
+                    for number in range(2):
+                        stream(sender, receiver, number).once()
+                at = fabric.queue_pairs(rails[0].address)
+        count = len([found for found in at if found.pid == prefill.pid])
+        print(f"{others + 1} nodes: {count} queue pairs of a NIC; {2 * others} by the direct route of two ranks")
+        assert count == others
