@@ -189,7 +189,7 @@ class Clients:
             )
         if self._ctx.draining:
             raise RelayError(ErrorCode.DRAINING, "the daemon is going down")
-        rail = self._ctx.config.rail_of(message.rank) if 0 <= message.rank < MAX_RANK else None
+        rail = self._ctx.config.rail_of(message.rank, self._ctx.nearest_rails) if 0 <= message.rank < MAX_RANK else None
         if rail is None:
             raise RelayError(ErrorCode.BAD_RANK, f"rank {message.rank} has no rail; see node.rail_of_rank")
         return rail

@@ -20,7 +20,7 @@ import msgspec
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, Result
-from railrelay.daemon import plane, verbs
+from railrelay.daemon import discovery, plane, verbs
 from railrelay.daemon.client import Client, Region
 from railrelay.daemon.client_socket import ClientServer
 from railrelay.daemon.clients import Clients
@@ -88,6 +88,8 @@ class Conductor:
         self.ctx = Context(
             config, names, instance, self.session, rails.facts, self._state, self._plane, commands, helpers, nics
         )
+        if len(ports) == len(config.rail):
+            self.ctx.nearest_rails = discovery.rail_of_rank([ports[rail].device for rail in sorted(ports)])
         self._build(rails)
         closing(self._clients.close)
         closing(helpers.close)

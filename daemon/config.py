@@ -9,6 +9,7 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -38,7 +39,8 @@ EXAMPLE: Final = """\
 #                               # /tmp/railrelay-<uid> that the daemon may write
 # host = "127.0.0.1"            # where peers reach the control port; part of the session id
 # port = 0                      # control port; 0: the kernel chooses
-# rail_of_rank = []             # rail of each rank; empty: rank modulo rails
+# rail_of_rank = []             # rail of each rank; empty: if all rails are RDMA the one nearest to GPU <rank> by PCIe,
+#                               # else, or without GPUs, rank modulo rails
 # group = ""                    # users of this group may attach too, besides the daemon's own and root
 
 [relay]
@@ -242,10 +244,11 @@ class Config(_Section, frozen=True):
     def identity(self, rail: int) -> str:
         return self.rail[rail].identity or f"rail{rail}"
 
-    def rail_of(self, rank: int) -> int | None:
-        """None for a rank that rail_of_rank does not name."""
+    def rail_of(self, rank: int, nearest: Sequence[int] = ()) -> int | None:
+        """``nearest``: rails of the node's GPUs by PCIe distance, the default of rail_of_rank where that is known. None
+        for a rank that rail_of_rank does not name."""
         if not self.node.rail_of_rank:
-            return rank % len(self.rail)
+            return nearest[rank % len(nearest)] if nearest else rank % len(self.rail)
         return self.node.rail_of_rank[rank] if rank < len(self.node.rail_of_rank) else None
 
     def socket_path(self) -> Path:

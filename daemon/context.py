@@ -37,6 +37,7 @@ class Context:
     commands: Commands
     helpers: Helpers
     verbs: Verbs
+    nearest_rails: tuple[int, ...] = ()  # of the node's GPUs; empty if that is not known
     draining: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

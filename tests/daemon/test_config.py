@@ -126,4 +126,7 @@ def test_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> No
 def test_rank_without_a_rail_has_none() -> None:
     loaded = parse('[node]\nrail_of_rank = [1, 0]\n[[rail]]\naddress = "127.0.0.1"\n[[rail]]\naddress = "127.0.0.2"')
     assert [loaded.rail_of(rank) for rank in range(3)] == [1, 0, None]
+    assert loaded.rail_of(0, nearest=(0, 1)) == 1
     assert parse('[[rail]]\naddress = "127.0.0.1"').rail_of(5) == 0
+    two = parse('[[rail]]\naddress = "127.0.0.1"\n[[rail]]\naddress = "127.0.0.2"')
+    assert [two.rail_of(rank, nearest=(0, 0, 1)) for rank in range(4)] == [0, 0, 1, 0]
