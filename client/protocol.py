@@ -472,6 +472,20 @@ class RailState(Message, frozen=True, tag="RailState"):
     up: bool
 
 
+class Look(Message, frozen=True, tag="Look"):
+    """Asks for the node's rails without a session, for `railrelay doctor --peer`. Answered by Looked."""
+
+    id: int
+
+
+class Looked(Message, frozen=True, tag="Looked"):
+    """mtus: of the interface of each rail in bytes, 0 if that is not known."""
+
+    id: int
+    rails: list[RailFacts]
+    mtus: list[int]
+
+
 class Ping(Message, frozen=True, tag="Ping"):
     id: int
 
@@ -497,6 +511,8 @@ PeerMessage = (
     | PeerRegionGone
     | RailLost
     | RailState
+    | Look
+    | Looked
     | Ping
     | PeerDone
 )

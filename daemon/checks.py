@@ -8,6 +8,7 @@ import ctypes
 import os
 import re
 import resource
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from railrelay.client import cuda
+import msgspec
+
+from railrelay.client import cuda, protocol
 from railrelay.client.errors import RelayError
 from railrelay.daemon import pyverbs_loader, topology, verbs_ports
 from railrelay.daemon.config import Config, Rail
@@ -32,6 +35,7 @@ _MIB: Final = 1 << 20
 _BEST_MTU: Final = 4096
 _CAP_IPC_LOCK: Final = 14
 _CLOCK_READS: Final = 2000
+_PEER_S: Final = 5.0
 _UNLIMITED: Final = "unlimited"
 _NO_RDMA: Final = "not needed: no RDMA rails"
 
@@ -48,11 +52,12 @@ class Finding:
 
 @dataclass
 class Node:
-    """What the checks look at. ``pid`` of the running daemon, 0 without one."""
+    """What the checks look at. ``pid`` of the running daemon, 0 without one; ``peer``: session of another node's."""
 
     config: Config
     pid: int = 0
     root: Path = ROOT
+    peer: str = ""
 
     @cached_property
     def found(self) -> tuple[list[Port], str]:
@@ -253,6 +258,51 @@ def mtu(node: Node) -> Finding:
     return Finding(OK, seen)
 
 
+def peer_mtu(node: Node) -> Finding:
+    """Of the interface of each rail at both ends."""
+    if not node.peer:
+        return Finding(OK, "not asked: name a peer's daemon by --peer")
+    try:
+        looked = _looked(node.peer)
+    except (OSError, ValueError, msgspec.MsgspecError) as failure:
+        todo = "check that railrelayd of the same version runs there and that its control port is reachable"
+        return Finding(FAIL, f"{node.peer}: {failure}", todo)
+    ports = {index: one for index, one in enumerate(node.chosen[0]) if one is not None}
+    own = dict(zip(map(node.config.identity, range(len(node.config.rail))), _own_mtus(node, ports), strict=True))
+    theirs = {facts.identity: mtu for facts, mtu in zip(looked.rails, looked.mtus, strict=True)}
+    both = [identity for identity in own if identity in theirs]
+    shown = ", ".join(f"{identity} {own[identity] or '?'} here, {theirs[identity] or '?'} there" for identity in both)
+    lacking = sorted(own.keys() ^ theirs.keys())
+    if lacking:
+        seen = f"{shown}{'; ' if shown else ''}only at one end: {', '.join(lacking)}"
+        return Finding(WARN, seen, "give both ends of a rail the same identity")
+    if any(own[identity] != theirs[identity] for identity in both):
+        return Finding(
+            WARN, shown, "one MTU at both ends and in the switches between, or packets are small or lost", root=True
+        )
+    return Finding(OK, shown)
+
+
+def _own_mtus(node: Node, ports: dict[int, VerbsPort]) -> list[int]:
+    return topology.interface_mtus(node.config, ports, node.root)
+
+
+def _looked(session: str) -> protocol.Looked:
+    prefix, request = protocol.LENGTH_PREFIX, protocol.encode(protocol.Look(1))
+    with socket.create_connection(protocol.parse_session(session), _PEER_S) as peer, peer.makefile("rb") as stream:
+        peer.sendall(prefix.pack(len(request)) + request)
+        head = stream.read(prefix.size)
+        if len(head) < prefix.size:
+            raise ValueError("closed the connection instead of an answer")
+        (length,) = prefix.unpack(head)
+        if length > protocol.PEER_MESSAGE_BYTES:
+            raise ValueError("is not a relay daemon")
+        answer = protocol.peer_message(stream.read(length))
+    if not isinstance(answer, protocol.Looked) or len(answer.rails) != len(answer.mtus):
+        raise ValueError(f"answered by {type(answer).__name__}")
+    return answer
+
+
 # ---- GPUs and PCIe ----
 
 
@@ -407,6 +457,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[Node], Finding]], ...]] = (
     ("gid", gid),
     ("port state", port_state),
     ("mtu", mtu),
+    ("mtu of the peer", peer_mtu),
     ("cuda driver", cuda_driver),
     ("dma-buf", dma_buf),
     ("peermem", peermem),

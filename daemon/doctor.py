@@ -12,7 +12,7 @@ from railrelay.daemon.topology import Facts
 
 
 def examine(args: argparse.Namespace, loaded: Config, source: str) -> Facts:
-    return {"configuration": source, "checks": list(checks.run(Node(loaded, args.pid)))}
+    return {"configuration": source, "checks": list(checks.run(Node(loaded, args.pid, peer=args.peer)))}
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from typing import Final
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import RailFacts
+from railrelay.daemon import topology
 from railrelay.daemon.client import Client, Region
-from railrelay.daemon.context import Context
+from railrelay.daemon.context import Context, run_on_worker
 from railrelay.daemon.link import Answer, Link
 from railrelay.daemon.rails import Rails, check_facts
 from railrelay.daemon.rows import Handles, Rows
@@ -111,11 +112,16 @@ class Sessions:
             )
             asyncio.get_running_loop().call_soon(link.close, "too many strangers")
             return link
-        link.handlers = {protocol.Hello: lambda hello: self._hello(link, hello)}
+        link.handlers = {protocol.Hello: lambda hello: self._hello(link, hello), protocol.Look: self._look}
         self._strangers.add(link)
         link.closed.add_done_callback(lambda _: self._strangers.discard(link))
         asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._expect_hello, link)
         return link
+
+    async def _look(self, look: protocol.Look) -> Answer:
+        mtus: list[int] = []
+        await run_on_worker(lambda: mtus.extend(topology.interface_mtus(self._ctx.config, self._ctx.verbs.ports)))
+        return protocol.Looked(look.id, self._ctx.rails, mtus)
 
     def _expect_hello(self, link: Link) -> None:
         if link in self._strangers and not link.closed.done():

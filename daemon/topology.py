@@ -8,9 +8,9 @@ import argparse
 import ipaddress
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.daemon import config, discovery, verbs_ports
@@ -20,6 +20,14 @@ from railrelay.daemon.pci import ROOT, Gpu, Place, distance, gpus, text
 from railrelay.daemon.verbs_ports import Port
 
 Facts = dict[str, Any]
+
+
+class PortName(Protocol):
+    @property
+    def device(self) -> str: ...
+    @property
+    def port_number(self) -> int: ...
+
 
 _ORDER: Final = "rank modulo rails"
 
@@ -56,6 +64,16 @@ def chosen(
     for index, port in zip(verbs, resolved, strict=True):
         ports[index] = port
     return ports, ""
+
+
+def interface_mtus(loaded: Config, ports: Mapping[int, PortName], root: Path = ROOT) -> list[int]:
+    """Of each rail; 0 if its interface is not known. ``ports`` of the rails that are verbs."""
+    return [
+        verbs_ports.port_of_sysfs(ports[index].device, ports[index].port_number, root).interface_mtu
+        if index in ports
+        else verbs_ports.interface_mtu(_interface(rail, root), root)
+        for index, rail in enumerate(loaded.rail)
+    ]
 
 
 def read(loaded: Config, source: str, root: Path = ROOT) -> Facts:
@@ -125,6 +143,8 @@ def _rail(loaded: Config, index: int, resolved: VerbsPort | None, root: Path) ->
 
 
 def _interface(rail: Rail, root: Path) -> str:
+    if not rail.address:
+        return ""
     address = ipaddress.ip_address(rail.address)
     return "lo" if address.is_loopback else verbs_ports.interface_of(address, root)
 

@@ -1,8 +1,9 @@
 """Checks whether this machine is fit for the rails that are configured, and says what to do.
 
 Nothing is changed and no check needs root, but root sees more: ROOT marks where that is so, or where only root can do
-what is to be done. TIME is what the check took. With --peer the rails' MTU is compared with that of another node's
-daemon. Exit status: 0, nothing failed (there may be warnings); 1, something failed."""
+what is to be done. TIME is what the check took. With --peer the MTU of the rails' interfaces is compared with that at
+another node; whether the switches between carry it, `ping -M do -s BYTES -I ADDRESS ADDRESS_THERE` shows. Exit status:
+0, nothing failed (there may be warnings); 1, something failed."""
 
 from __future__ import annotations
 

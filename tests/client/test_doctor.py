@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from helpers.machine_tree import Gids, MachineTree, dgx, switch
 
-from railrelay.client.cli import FAILED, OK, doctor, main
+from railrelay.client.cli import FAILED, doctor, main
 from railrelay.daemon import checks, config
 from railrelay.daemon.checks import Finding, Node
 
@@ -178,16 +177,3 @@ def test_the_command_works_without_a_daemon_and_exits_by_what_failed(
     path.write_text(f'{VERBS}device = "none-such"\n')
     assert main(["doctor", "--instance", "none-such", "--config", str(path)]) == FAILED
     assert "none-such" in capsys.readouterr().out
-
-
-def test_the_running_daemon_and_its_configuration_are_found(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "railrelayd.toml"
-    path.write_text('[[rail]]\naddress = "127.0.0.1"\nidentity = "other"\n')
-    from railrelay.client.cli import _daemon_side
-
-    monkeypatch.setattr(_daemon_side, "_running", lambda _: os.getpid())
-    monkeypatch.setattr(_daemon_side, "_config_of", lambda _: path)
-    assert main(["doctor"]) in (OK, FAILED)
-    assert capsys.readouterr().out.startswith(f"configuration: {path}, of the daemon pid {os.getpid()}\n")

@@ -34,7 +34,8 @@ def test_each_gpu_has_its_rail_its_nic_the_distance_and_why(tmp_path: Path) -> N
     rail = found["rails"][3]
     expected = {
         "rail": 3, "identity": "rail3", "nic": "verbs", "device": "mlx5_8", "port": 1, "gid_index": 3,
-        "gid": "0000:0000:0000:0000:0000:ffff:0a03:0001", "gid_type": "RoCE v2", "address": "10.3.0.1", "subnet": "10.3.0.0/24",
+        "gid": "0000:0000:0000:0000:0000:ffff:0a03:0001", "gid_type": "RoCE v2", "address": "10.3.0.1",
+        "subnet": "10.3.0.0/24",
         "interface": "mlx5_8-eth", "state": "ACTIVE", "speed_gbit": 400.0, "interface_mtu": 9000,
         "why_device": "the next ACTIVE port in NIC order, 4 of 8", "why_gid": "RoCE v2, routable, on 10.3.0.0/24",
         "numa": 0,
