@@ -160,7 +160,7 @@ def test_every_gpu_gets_a_nearest_nic_and_equals_share_evenly(at: list[int], nic
 def test_gpus_that_the_driver_does_not_show_are_left_out(tree: MachineTree) -> None:
     tree.gpu(switch(0, 0))
     tree.gpu(switch(1, 0), uuid="GPU-1")
-    tree.pci(switch(2, 0), vendor="0x1234", **{"class": "0x030000"})
+    tree.pci(switch(2, 0), attributes={"vendor": "0x1234", "class": "0x030000"})
     assert [(gpu.index, gpu.uuid) for gpu in pci.gpus(tree.root)] == [(0, "GPU-1")]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 V1: Final = "IB/RoCE v1"
@@ -41,7 +42,7 @@ class MachineTree:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.encode() + b"\n")
 
-    def pci(self, path: str, *, numa: int = 0, **attributes: str) -> Path:
+    def pci(self, path: str, *, numa: int = 0, attributes: Mapping[str, str] = MappingProxyType({})) -> Path:
         """A device and what is above it: "pci0000:15/0000:15:01.0/0000:16:00.0"."""
         at = Path("sys/devices")
         for part in path.split("/"):
@@ -56,7 +57,7 @@ class MachineTree:
         return at
 
     def gpu(self, path: str, *, numa: int = 0, uuid: str = "", vga: bool = False) -> None:
-        at = self.pci(path, numa=numa, vendor="0x10de", **{"class": "0x030000" if vga else "0x030200"})
+        at = self.pci(path, numa=numa, attributes={"vendor": "0x10de", "class": "0x030000" if vga else "0x030200"})
         if uuid:
             self.write(
                 f"proc/driver/nvidia/gpus/{at.name}/information", f"Model: \t\t NVIDIA H200\nGPU UUID: \t {uuid}"
