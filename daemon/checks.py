@@ -309,9 +309,9 @@ def _looked(session: str) -> protocol.Looked:
 def cuda_driver(node: Node) -> Finding:
     """Needed as soon as GPU memory is registered or relay memory is on a GPU."""
     version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", text(node.root / "proc/driver/nvidia/version"))
-    lack = cuda.missing()
     if not node.gpus:
-        return Finding(OK, f"not needed: no NVIDIA GPU{'' if lack else ', but the driver library is there'}")
+        return Finding(OK, "not needed: no NVIDIA GPU")
+    lack = cuda.missing()
     seen = f"{len(node.gpus)} GPUs, kernel module {version[1] if version else 'not loaded'}"
     if version is None:
         return Finding(FAIL, seen, "install the NVIDIA driver and load its module", root=True)

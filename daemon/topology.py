@@ -69,9 +69,12 @@ def chosen(
 def interface_mtus(loaded: Config, ports: Mapping[int, PortName], root: Path = ROOT) -> list[int]:
     """Of each rail; 0 if its interface is not known. ``ports`` of the rails that are verbs."""
     return [
-        verbs_ports.port_of_sysfs(ports[index].device, ports[index].port_number, root).interface_mtu
-        if index in ports
-        else verbs_ports.interface_mtu(_interface(rail, root), root)
+        verbs_ports.interface_mtu(
+            verbs_ports.interface_of_port(ports[index].device, ports[index].port_number, root)
+            if index in ports
+            else _interface(rail, root),
+            root,
+        )
         for index, rail in enumerate(loaded.rail)
     ]
 

@@ -120,6 +120,12 @@ def port_of_sysfs(device: str, number: int, root: Path = ROOT) -> Port:
     return _port(root, device, number, state or "unknown", layer, lid, 0, gids)
 
 
+def interface_of_port(device: str, number: int, root: Path = ROOT) -> str:
+    """Without a look at the whole GID table, which may be long. "" if it has none."""
+    folder = root / "sys/class/infiniband" / device
+    return text(folder / "ports" / str(number) / "gid_attrs/ndevs/0") or text(folder / "parent")
+
+
 def of_pyverbs(pyverbs: Pyverbs, names: Iterable[str], root: Path = ROOT) -> list[Port]:
     """All ports of these devices in NIC order. RelayError: a device may not be opened."""
     found = [port for name in names for port in _ports_of(pyverbs, name, root)]

@@ -11,6 +11,7 @@ from helpers.machine_tree import Gids, MachineTree, dgx, switch
 
 from railrelay.client.cli import FAILED, OK, main, topo
 from railrelay.daemon import config, topology
+from railrelay.daemon.discovery import VerbsPort
 
 VERBS = '[[rail]]\nnic = "verbs"\n'
 
@@ -115,3 +116,12 @@ def test_the_command_works_without_a_daemon(capsys: pytest.CaptureFixture[str], 
     path.write_text("[[rails]]\n")
     assert main(["topo", "--instance", "none-such", "--config", str(path)]) == FAILED
     assert f"{path}: rails: no such option" in capsys.readouterr().err
+
+
+def test_the_mtu_of_each_rail_is_that_of_its_interface(tmp_path: Path) -> None:
+    tree = dgx(tmp_path / "machine")
+    tree.interface("eth9", address="10.9.0.1/24", mtu=1500)
+    loaded = config.parse(f'{VERBS}device = "mlx5_6"\n[[rail]]\naddress = "10.9.0.1"\n[[rail]]\naddress = "10.8.0.1"\n')
+    (port,) = (port for port in topology.read_ports(tree.root)[0] if port.device == "mlx5_6")
+    named = VerbsPort(port.device, port.number, 3, b"", "")
+    assert topology.interface_mtus(loaded, {0: named}, tree.root) == [9000, 1500, 0]
