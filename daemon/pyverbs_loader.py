@@ -51,7 +51,7 @@ def load(distribution: Path = DISTRIBUTION) -> Pyverbs:
     raise RelayError(
         ErrorCode.NOT_SUPPORTED,
         f"discovery of RDMA NICs needs pyverbs: {'; '.join(reasons)}; install {PACKAGE} and run railrelayd with the"
-        " distribution's Python, or name device, gid_index and address of each rail",
+        " distribution's Python, or name device and gid_index of each rail",
     )
 
 

@@ -35,26 +35,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def source(args: argparse.Namespace) -> Source:
     """RelayError if the daemon's configuration is not known."""
-    pid = _running(args.instance)
+    pid, unknown = _running(args.instance)
     if args.config is not None:
         return Source(args.config, pid, str(args.config))
     if not pid:
-        return Source(None, 0, "the default (no daemon runs, and --config names no file)")
+        return Source(None, 0, f"the default ({unknown or 'no daemon runs'}, and --config names no file)")
     path = _config_of(pid)
     if path is None:
         return Source(None, pid, f"the default (daemon pid {pid} was started without a file)")
     return Source(path, pid, f"{path}, of the daemon pid {pid}")
 
 
-def _running(instance: str) -> int:
+def _running(instance: str) -> tuple[int, str]:
+    """(pid of the daemon, or 0; why it is not known whether one runs)"""
     try:
         with _node.open_node(instance) as node:
             about = _node.daemon(node)
     except RelayError as failure:
-        if failure.code in (ErrorCode.NO_DAEMON, ErrorCode.ABI, ErrorCode.DENIED, ErrorCode.INTERNAL):
-            return 0
-        raise
-    return int(about["pid"]) if about["alive"] else 0
+        return 0, "" if failure.code is ErrorCode.NO_DAEMON else failure.text
+    return (int(about["pid"]), "") if about["alive"] else (0, _node.ended(about))
 
 
 def _config_of(pid: int) -> Path | None:

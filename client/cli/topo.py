@@ -12,9 +12,10 @@ import argparse
 import json
 from typing import Any
 
-from railrelay.client.cli import _daemon_side
+from railrelay.client.cli import _daemon_side, _node
 from railrelay.client.cli._node import Row
 from railrelay.client.cli._table import table
+from railrelay.shm_layout import abi
 
 configure = _daemon_side.configure
 
@@ -23,8 +24,25 @@ def run(args: argparse.Namespace) -> int:
     about = _daemon_side.source(args)
     found = _daemon_side.ask("topology", about)
     found["configuration"] = about.text
+    if about.pid and args.config is None and not found["error"] and _rails_of(args.instance) != _named(found["rails"]):
+        found["notes"].append(
+            f"daemon pid {about.pid} has other rails (`railrelay rails`): this changed since it started"
+        )
     print(json.dumps({"topology": found}, indent=2) if args.json else report(found))
     return 1 if found["error"] else 0
+
+
+def _rails_of(instance: str) -> list[tuple[str, str, str]]:
+    with _node.open_node(instance) as node:
+        rails = node.area(abi.CONSTANTS["AREA_RAILS"], "rail_state")
+        return [
+            (rails.text(rail, "name"), rails.text(rail, "nic"), rails.text(rail, "address"))
+            for rail in range(rails.count)
+        ]
+
+
+def _named(rails: list[Row]) -> list[tuple[str, str, str]]:
+    return [(rail["identity"], rail["nic"], rail["address"]) for rail in rails]
 
 
 def report(found: dict[str, Any]) -> str:

@@ -21,13 +21,16 @@ def test_topo_shows_the_configuration_of_the_daemon_that_runs(nodes: Nodes) -> N
     found = node.cli("topo")["topology"]
     assert found["configuration"] == f"{node.config_path}, of the daemon pid {node.pid}"
     assert [rail["address"] for rail in found["rails"]] == ["127.0.0.1", "127.0.0.2"]
+    assert not any("other rails" in note for note in found["notes"])
+    node.config_path.write_text(node.config_path.read_text().replace('"127.0.0.2"', '"127.0.0.3"'))
+    assert any("has other rails" in note for note in node.cli("topo")["topology"]["notes"])
 
 
 def test_a_daemon_that_was_killed_and_not_reaped_is_none_that_runs(nodes: Nodes) -> None:
     node = nodes.start()
     node.process.send_signal(signal.SIGKILL)
     until(lambda: processes.state(node.pid) == "Z", "the daemon has ended")
-    assert node.cli("topo")["topology"]["configuration"].startswith("the default (no daemon runs")
+    assert "waits as a zombie" in node.cli("topo")["topology"]["configuration"]
     assert node.cli("lanes")["daemon"]["process"] == "unreaped"
     node.wait()
 
