@@ -247,6 +247,7 @@ def _why(least: Distance | None, equals: int, rails: int) -> str:
 
 
 def rail_of_rank(devices: Sequence[str], root: Path = ROOT) -> tuple[int, ...]:
-    """The default of node.rail_of_rank, rank i being GPU i in PCI order; empty (rank modulo rails) without GPUs.
-    ``devices``: of each rail."""
-    return tuple(one.rail for one in nearest_rails(gpus(root), [verbs_ports.place_of(name, root) for name in devices]))
+    """The default of node.rail_of_rank, rank i being GPU i in PCI order; empty (rank modulo rails) without GPUs, or if
+    PCI has none of the NICs. ``devices``: of each rail."""
+    places = [verbs_ports.place_of(name, root) for name in devices]
+    return tuple(one.rail for one in nearest_rails(gpus(root), places)) if any(places) else ()

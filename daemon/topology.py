@@ -159,7 +159,7 @@ def _gpus(
     ports: Sequence[VerbsPort | None],
     wrong: str,
 ) -> list[Facts]:
-    by_distance = not wrong and all(port is not None for port in ports)
+    by_distance = not wrong and all(port is not None for port in ports) and any(places)
     nearest = nearest_rails(found, places) if by_distance else []
     rows = []
     for gpu in found:

@@ -97,6 +97,8 @@ def test_soft_roce_has_no_place_and_goes_by_name(tree: MachineTree) -> None:
     assert found[1].place is None
     (alone,) = nearest_rails(pci.gpus(tree.root), [None, None])
     assert (alone.rail, alone.distance) == (0, None)
+    assert discovery.rail_of_rank(["rxe1", "rxe2"], tree.root) == ()
+    assert discovery.rail_of_rank(["rxe1", "mlx5_0"], tree.root) == (1,)
 
 
 def test_soft_roce_sits_where_its_interface_does(tree: MachineTree) -> None:
