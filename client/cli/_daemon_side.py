@@ -75,7 +75,10 @@ def ask(module: str, about: Source, arguments: Sequence[str] = ()) -> dict[str, 
     """RelayError: the configuration cannot be used."""
     chosen = [f"--config={about.path}"] if about.path else []
     command = [sys.executable, "-P", "-m", f"railrelay.daemon.{module}", f"--pid={about.pid}", *chosen, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as failure:
+        raise RelayError(ErrorCode.INTERNAL, f"{' '.join(command[:4])}: {failure}") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise RelayError(ErrorCode.BAD_ARGUMENT if done.returncode == 2 else ErrorCode.INTERNAL, last)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers import links
+from helpers.nodes import SMALL, Nodes, config_text, merged, new_instance
 from helpers.verbs_rails import RAILS
 
 from railrelay.client.cli import main
@@ -20,6 +21,7 @@ from railrelay.daemon.discovery import resolve
 
 FIRST, SECOND = list(RAILS)[:2]
 CHILD_SECONDS = 60
+VERBS = {"rail": {"nic": "verbs"}}
 
 
 def open_rails(count: int) -> list[Rail]:
@@ -117,3 +119,18 @@ def test_doctor_finds_a_port_that_is_down(capsys: pytest.CaptureFixture[str], co
     assert (status, state["result"]) == (1, "fail")
     assert f"{SECOND} port 1 DOWN" in state["seen"]
     assert f"ip link set {SECOND.replace('rxe', 'v')} up" in state["todo"]
+
+
+@pytest.mark.system
+def test_a_daemon_finds_its_rails_and_tells_a_peer_of_them(nodes: Nodes, tmp_path: Path) -> None:
+    instance = new_instance()
+    path = tmp_path / "found.toml"
+    path.write_text(config_text(instance, tmp_path / "found.sock", [""] * len(RAILS), merged(SMALL, VERBS)))
+    node = nodes.start_file(instance, path)
+    assert [rail["address"] for rail in node.cli("rails")["rails"]] == list(RAILS.values())
+    topology = node.cli("topo")["topology"]
+    assert {rail["device"]: rail["address"] for rail in topology["rails"]} == RAILS
+    assert not any("other rails" in note for note in topology["notes"])
+    checks = {check["check"]: check for check in node.cli("doctor", "--peer", node.session)["checks"]}
+    assert checks["mtu of the peer"]["result"] == "ok"
+    assert "rail0 9000 here, 9000 there" in checks["mtu of the peer"]["seen"]
