@@ -17,7 +17,8 @@ _ADDRESS: Final = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-
 _HOST_BRIDGE: Final = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 _NVIDIA: Final = "0x10de"
 _GPU_CLASSES: Final = ("0x0300", "0x0302")  # VGA controller, 3D controller
-_EXTENDED: Final = 0x100  # of configuration space; only root reads beyond the first 64 bytes
+_OPEN_TO_ALL: Final = 64  # of configuration space; only root reads the rest
+_EXTENDED: Final = 0x100
 _ACS: Final = 0x000D
 _ACS_CONTROL: Final = 6
 _ACS_REDIRECT: Final = 0b1100  # P2P request and P2P completion redirect
@@ -151,8 +152,10 @@ def acs_redirects(bridge: Path) -> bool | None:
         config = (bridge / "config").read_bytes()
     except OSError:
         return None
-    if len(config) <= _EXTENDED:
+    if len(config) <= _OPEN_TO_ALL:
         return None
+    if len(config) <= _EXTENDED:
+        return False  # not PCI Express
     at = _EXTENDED
     for _ in range((len(config) - _EXTENDED) // 8):  # a damaged list cannot be longer
         header = int.from_bytes(config[at : at + 4], "little")

@@ -287,6 +287,8 @@ def test_acs_is_unknown_where_only_root_may_read_it(tree: MachineTree) -> None:
     assert pci.acs_redirects(folder) is None
     (folder / "config").write_bytes(bytes(64))
     assert pci.acs_redirects(folder) is None
+    (folder / "config").write_bytes(bytes(256))
+    assert pci.acs_redirects(folder) is False
     (folder / "config").write_bytes(b"\x0d\x00\x01\x10" * 1024)  # a list that points to itself
     assert pci.acs_redirects(folder) in (True, False)
 
