@@ -2,6 +2,7 @@
  * finds it. Any thread; the first call loads the library for good. */
 #define _GNU_SOURCE
 #include "verbs_api.h"
+#include "atomics.h"
 
 #ifdef RR_HAVE_VERBS
 #include <dlfcn.h>
@@ -154,14 +155,14 @@ struct ibv_mr *verbs_register(struct verbs_device *device, uint64_t address, uin
     struct ibv_mr *mr = NULL;
     errno = 0;
     if (bytes > device->limits.max_mr_size) errno = EINVAL;
-    if (!errno && access & IBV_ACCESS_REMOTE_WRITE && rr_ibv.reg_mr_iova2 && !__atomic_load_n(&device->no_relaxed_ordering, __ATOMIC_RELAXED)) {
+    if (!errno && access & IBV_ACCESS_REMOTE_WRITE && rr_ibv.reg_mr_iova2 && !rr_load_relaxed_u32(&device->no_relaxed_ordering)) {
         mr = register_with(device, address, bytes, dmabuf_fd, dmabuf_offset, access | IBV_ACCESS_RELAXED_ORDERING);
         if (mr) return mr;
     }
     if (bytes <= device->limits.max_mr_size) {
         errno = 0;
         mr = register_with(device, address, bytes, dmabuf_fd, dmabuf_offset, access);
-        if (mr && access & IBV_ACCESS_REMOTE_WRITE && rr_ibv.reg_mr_iova2) __atomic_store_n(&device->no_relaxed_ordering, 1, __ATOMIC_RELAXED);
+        if (mr && access & IBV_ACCESS_REMOTE_WRITE && rr_ibv.reg_mr_iova2) rr_store_relaxed_u32(&device->no_relaxed_ordering, 1);
     }
     if (!mr && !errno) errno = EIO;
     return mr;

@@ -370,7 +370,7 @@ def _free_beside(engine: Worker, nodes: collections.deque[Future[Node]]) -> list
 def _node_number(number: int, directory: Path, options: Options) -> Node:
     nics = [Emulated(systems.rates(options), gpu) for gpu in systems.gpus_of(options) or ("", "")]
     geometry = systems.geometry(options)
-    return Node(f"device-{os.getpid()}-kill-{number}", directory, geometry, (-1, -1), emulated=nics)
+    return Node(f"device-{os.getpid()}-kill-{number}", directory, geometry, (-1, -1), nics=nics)
 
 
 def _unlink(instance: str) -> None:

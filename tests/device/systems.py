@@ -50,7 +50,7 @@ def daemon(options: Options, sizes: Geometry | None = None, rate_gbit: float | N
     nics = [Emulated(rate_gbit or rates(options), gpu) for gpu in gpus]
     with tempfile.TemporaryDirectory(prefix="railrelay-device-") as directory:
         name = f"device-{os.getpid()}-{next(_numbers)}"
-        node = Node(name, Path(directory), sizes or geometry(options), (-1, -1), emulated=nics)
+        node = Node(name, Path(directory), sizes or geometry(options), (-1, -1), nics=nics)
         try:
             yield node
         finally:
