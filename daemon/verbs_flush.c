@@ -124,7 +124,7 @@ int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, 
                                            .psn = made.psn,
                                            .lid = facts.lid,
                                            .mtu_bytes = facts.mtu_bytes,
-                                           .timeout = 14,
+                                           .timeout = 17,
                                            .retry_count = 6,
                                            .rnr_retry = 7};
             memcpy(route.gid, facts.gid, sizeof route.gid);
