@@ -1,5 +1,5 @@
-/* The verbs NIC: registrations, and endpoints from their making until a rail's thread takes them. Main thread and its
- * workers, under the lock of struct rr_verbs, but for what says otherwise. */
+/* The verbs NIC: endpoints from their making until a rail's thread takes them, and their end. Main thread and its workers,
+ * under the lock of struct rr_verbs, but for what says otherwise. */
 #define _GNU_SOURCE
 #include "verbs_inside.h"
 
@@ -73,130 +73,6 @@ struct rr_verbs *verbs_state(struct rr_plane *plane)
     return state;
 }
 
-static struct verbs_nic *nic_of(struct rr_plane *plane, uint32_t rail)
-{
-    if (!plane->verbs || rail >= plane->rail_count) return NULL;
-    struct rr_nic *nic = plane->rails[rail].nic;
-    return nic && nic->ops == &rr_verbs_nic ? verbs(nic) : NULL;
-}
-
-static void leave_device(struct verbs_device *device)
-{
-    if (--device->refs == 0) verbs_close_device(device);
-}
-
-void verbs_leave_device(struct rr_plane *plane, struct verbs_device *device)
-{
-    pthread_mutex_lock(&plane->verbs->lock);
-    leave_device(device);
-    pthread_mutex_unlock(&plane->verbs->lock);
-}
-
-int rr_verbs_facts(struct rr_plane *plane, uint32_t rail, struct rr_verbs_facts *out)
-{
-    struct verbs_nic *nic = nic_of(plane, rail);
-    if (!nic) return -ENOENT;
-    struct verbs_device *device = nic->device;
-    struct ibv_port_attr port;
-    union ibv_gid gid;
-    memset(&port, 0, sizeof port);
-    memset(&gid, 0, sizeof gid);
-    memset(out, 0, sizeof *out);
-    int status = rr_ibv.query_port(device->context, (uint8_t)device->port, &port);
-    if (status) return -status;
-    if (device->gid_index >= 0 && rr_ibv.query_gid(device->context, (uint8_t)device->port, device->gid_index, &gid)) return -EIO;
-    memcpy(out->gid, gid.raw, sizeof out->gid);
-    out->lid = port.lid;
-    out->mtu_bytes = verbs_mtu_bytes(port.active_mtu);
-    out->port_up = port.state == IBV_PORT_ACTIVE;
-    out->ethernet = (uint32_t)device->ethernet;
-    out->max_sge = (uint32_t)device->limits.max_sge;
-    out->max_qp_wr = (uint32_t)device->limits.max_qp_wr;
-    out->max_cqe = (uint32_t)device->limits.max_cqe;
-    out->max_mr_bytes = device->limits.max_mr_size;
-    return 0;
-}
-
-int rr_verbs_queue_pairs(struct rr_plane *plane, uint32_t rail)
-{
-    struct verbs_nic *nic = nic_of(plane, rail);
-    if (!nic) return -ENOENT;
-    struct rr_verbs *state = plane->verbs;
-    int count = 0;
-    pthread_mutex_lock(&state->lock);
-    for (uint32_t i = 0; i < ENDPOINTS_MAX; i++) count += state->endpoints[i] && state->endpoints[i]->port->device == nic->device;
-    pthread_mutex_unlock(&state->lock);
-    return count;
-}
-
-/* ---- registrations ---- */
-
-int rr_verbs_register(struct rr_plane *plane, uint32_t through, uint64_t address, uint64_t bytes, int dmabuf_fd, uint64_t dmabuf_offset,
-                      enum rr_verbs_use use, struct rr_verbs_key *out)
-{
-    int access = IBV_ACCESS_LOCAL_WRITE | (use == RR_VERBS_FLUSH ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE);
-    struct verbs_nic *nic = nic_of(plane, through);
-    if (!nic) return -ENOENT;
-    struct verbs_key *key = calloc(1, sizeof *key);
-    if (!key) return -ENOMEM;
-    key->device = nic->device;
-    key->mr = verbs_register(key->device, address, bytes, dmabuf_fd, dmabuf_offset, access);
-    if (!key->mr) {
-        int status = errno;
-        free(key);
-        return -status;
-    }
-    struct rr_verbs *state = plane->verbs;
-    pthread_mutex_lock(&state->lock);
-    key->id = state->next_key++;
-    key->device->refs++;
-    key->next = state->keys;
-    state->keys = key;
-    *out = (struct rr_verbs_key){key->id, key->mr->lkey, key->mr->rkey};
-    pthread_mutex_unlock(&state->lock);
-    return 0;
-}
-
-int rr_verbs_deregister(struct rr_plane *plane, uint64_t id)
-{
-    struct rr_verbs *state = plane->verbs;
-    if (!state) return -ENOENT;
-    pthread_mutex_lock(&state->lock);
-    struct verbs_key **link = &state->keys, *key;
-    while ((key = *link) && key->id != id) link = &key->next;
-    if (key) *link = key->next;
-    pthread_mutex_unlock(&state->lock);
-    if (!key) return -ENOENT;
-    int status = rr_ibv.dereg_mr(key->mr);
-    verbs_leave_device(plane, key->device);
-    free(key);
-    return -status;
-}
-
-void rr_verbs_free(struct rr_plane *plane)
-{
-    struct rr_verbs *state = plane->verbs;
-    if (!state) return;
-    pthread_mutex_lock(&state->lock);
-    state->reaper_stop = 1;
-    pthread_cond_signal(&state->reaper_wake);
-    pthread_mutex_unlock(&state->lock);
-    pthread_join(state->reaper, NULL);
-    for (struct verbs_key *key = state->keys, *next; key; key = next) {
-        next = key->next;
-        rr_ibv.dereg_mr(key->mr);
-        leave_device(key->device);
-        free(key);
-    }
-    pthread_cond_destroy(&state->reaper_wake);
-    pthread_cond_destroy(&state->reaper_idle);
-    pthread_mutex_destroy(&state->lock);
-    free(state);
-    plane->verbs = NULL;
-}
-
-/* ---- endpoints ---- */
-
 static struct verbs_port *new_port(struct verbs_nic *nic, struct verbs_device *device, uint32_t through)
 {
     struct verbs_port *port = calloc(1, sizeof *port);
@@ -231,8 +107,8 @@ static int take_cq(struct verbs_port *port, uint32_t entries, char *error)
     }
     uint32_t size = (uint32_t)device->limits.max_cqe < CQ_ENTRIES ? (uint32_t)device->limits.max_cqe : CQ_ENTRIES;
     if (size < entries || port->cq_count == CQS_MAX) {
-        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: no room for %u completions (%u queues of %u, max_cqe %d): fewer peers, or a smaller sq_depth",
-                 device->name, entries, port->cq_count, size, device->limits.max_cqe);
+        snprintf(error, RR_VERBS_ERROR_BYTES,
+                 "device %s: no room for %u completions (%u queues of %u, max_cqe %d): fewer peers, or a smaller sq_depth", device->name, entries, port->cq_count, size, device->limits.max_cqe);
         return -ENOSPC;
     }
     struct ibv_cq *cq = rr_ibv.create_cq(device->context, (int)size, NULL, port->channel, 0);
@@ -275,8 +151,8 @@ static int make_parts(struct rr_connection *c, struct verbs_device *device, cons
     c->receives = RECEIVES;
     c->signal_every = options->signal_every;
     if (c->depth + 1 > (uint32_t)device->limits.max_qp_wr || c->receives > (uint32_t)device->limits.max_qp_wr) {
-        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: %u work requests and %u receives in a queue pair; its limit is %d (max_qp_wr): lower sq_depth",
-                 device->name, c->depth + 1, c->receives, device->limits.max_qp_wr);
+        snprintf(error, RR_VERBS_ERROR_BYTES,
+                 "device %s: %u work requests and %u receives in a queue pair; its limit is %d (max_qp_wr): lower sq_depth", device->name, c->depth + 1, c->receives, device->limits.max_qp_wr);
         return EINVAL;
     }
     struct ibv_qp_init_attr init;
@@ -314,10 +190,10 @@ static int publish(struct rr_verbs *state, struct rr_connection *c)
     return -1;
 }
 
-static int new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, enum role role, struct rr_verbs_endpoint *out,
-                        char *error)
+int verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, enum role role, struct rr_verbs_endpoint *out,
+                       char *error)
 {
-    struct verbs_nic *nic = nic_of(plane, rail), *other = nic_of(plane, through);
+    struct verbs_nic *nic = verbs_nic_of(plane, rail), *other = verbs_nic_of(plane, through);
     if (!nic || !other) return -ENOENT;
     struct rr_verbs *state = plane->verbs;
     const struct rr_verbs_options *options = &plane->rails[rail].verbs;
@@ -358,7 +234,7 @@ static int new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through,
 
 int rr_verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, struct rr_verbs_endpoint *out, char *error)
 {
-    return new_endpoint(plane, rail, through, sending, NEW, out, error);
+    return verbs_new_endpoint(plane, rail, through, sending, NEW, out, error);
 }
 
 /* Any thread; NULL: another, or none, is there now. */
@@ -369,7 +245,7 @@ struct rr_connection *verbs_endpoint_at(struct rr_plane *plane, uint32_t slot, u
     return c && c->generation == generation ? c : NULL;
 }
 
-static struct rr_connection *by_id(struct rr_plane *plane, uint64_t id)
+struct rr_connection *verbs_by_id(struct rr_plane *plane, uint64_t id)
 {
     return plane->verbs ? verbs_endpoint_at(plane, (uint32_t)(id & 0xffff), (uint32_t)(id >> 16)) : NULL;
 }
@@ -398,120 +274,30 @@ int verbs_post_receives(struct rr_connection *c, uint32_t count)
     return 0;
 }
 
-static int initialise(struct rr_connection *c)
+void verbs_run_drop(struct rr_rail *rail, struct rr_command *command)
 {
-    struct ibv_qp_attr attr;
-    memset(&attr, 0, sizeof attr);
-    attr.qp_state = IBV_QPS_INIT;
-    attr.port_num = (uint8_t)c->port->device->port;
-    attr.qp_access_flags = IBV_ACCESS_LOCAL_WRITE | (c->role == FLUSH ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE);
-    return rr_ibv.modify_qp(c->qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
-}
-
-static int ready_to_receive(struct rr_connection *c, const struct rr_verbs_route *route)
-{
-    const struct verbs_device *device = c->port->device;
-    struct ibv_qp_attr attr;
-    memset(&attr, 0, sizeof attr);
-    attr.qp_state = IBV_QPS_RTR;
-    attr.path_mtu = verbs_mtu(route->mtu_bytes);
-    attr.dest_qp_num = route->qpn;
-    attr.rq_psn = route->psn;
-    attr.max_dest_rd_atomic = 1;
-    attr.min_rnr_timer = (uint8_t)route->min_rnr_timer;
-    attr.ah_attr.port_num = (uint8_t)device->port;
-    attr.ah_attr.sl = (uint8_t)route->service_level;
-    attr.ah_attr.dlid = (uint16_t)route->lid;
-    if (device->ethernet) {
-        attr.ah_attr.is_global = 1;
-        memcpy(attr.ah_attr.grh.dgid.raw, route->gid, sizeof route->gid);
-        attr.ah_attr.grh.sgid_index = (uint8_t)device->gid_index;
-        attr.ah_attr.grh.hop_limit = 64;
-        attr.ah_attr.grh.traffic_class = (uint8_t)route->traffic_class;
-    }
-    return rr_ibv.modify_qp(c->qp, &attr,
-                            IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
-                                IBV_QP_MIN_RNR_TIMER);
-}
-
-static int ready_to_send(struct rr_connection *c, const struct rr_verbs_route *route)
-{
-    struct ibv_qp_attr attr;
-    memset(&attr, 0, sizeof attr);
-    attr.qp_state = IBV_QPS_RTS;
-    attr.sq_psn = c->psn;
-    attr.timeout = (uint8_t)route->timeout;
-    attr.retry_cnt = (uint8_t)route->retry_count;
-    attr.rnr_retry = (uint8_t)route->rnr_retry;
-    attr.max_rd_atomic = 1;
-    return rr_ibv.modify_qp(c->qp, &attr,
-                            IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
-}
-
-static void run_drop(struct rr_rail *rail, struct rr_command *command)
-{
-    struct rr_connection *c = by_id(rail->plane, command->a);
+    struct rr_connection *c = verbs_by_id(rail->plane, command->a);
     if (!c || c->role == SENDER || c->role == RECEIVER || c->port->flush == c) return;
     if (c->role == PROBE && c->probe_cookie)
         rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)c->probe_cookie, IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
     verbs_destroy(c);
 }
 
-int rr_verbs_connect(struct rr_plane *plane, uint64_t endpoint, const struct rr_verbs_route *route, char *error)
-{
-    if (!plane->verbs) return -ENOENT;
-    pthread_mutex_lock(&plane->verbs->lock);
-    struct rr_connection *c = by_id(plane, endpoint);
-    int usable = c && c->state == MADE && !c->busy && !c->doomed;
-    if (usable) c->busy = 1;
-    pthread_mutex_unlock(&plane->verbs->lock);
-    if (!usable) return c ? -EBUSY : -ENOENT;
-    c->remote_through = route->remote_through;
-    const char *step = "INIT";
-    int status = initialise(c);
-    if (!status) {
-        step = "receives";
-        status = verbs_post_receives(c, c->receives);
-    }
-    if (!status) {
-        step = "RTR";
-        status = ready_to_receive(c, route);
-    }
-    if (!status) {
-        step = "RTS";
-        status = ready_to_send(c, route);
-    }
-    if (status)
-        snprintf(error, RR_VERBS_ERROR_BYTES, "device %s: queue pair to %u of lid %u: %s: %s", c->port->device->name, route->qpn, route->lid, step,
-                 strerror(status));
-    pthread_mutex_lock(&plane->verbs->lock);
-    c->busy = 0;
-    if (!status) c->state = OPEN;
-    int doomed = c->doomed, receiving = !c->sending && c->role == NEW;
-    uint32_t through = c->port->through;
-    struct rr_rail *rail = c->nic->base.rail;
-    pthread_mutex_unlock(&plane->verbs->lock);
-    if (doomed) rr_rail_command(rail, (struct rr_command){.run = run_drop, .a = endpoint});
-    /* Its rail hears of the flush before it hears of the receiver. */
-    if (!status && receiving) return rr_verbs_set_flush(plane, (uint32_t)rail->number, through, NULL, 0, error);
-    return -status;
-}
-
 int rr_verbs_drop_endpoint(struct rr_plane *plane, uint64_t endpoint)
 {
     if (!plane->verbs) return -ENOENT;
     pthread_mutex_lock(&plane->verbs->lock);
-    struct rr_connection *c = by_id(plane, endpoint);
+    struct rr_connection *c = verbs_by_id(plane, endpoint);
     struct rr_rail *rail = c && !c->busy && !c->doomed ? c->nic->base.rail : NULL;
     if (c) c->doomed = 1;
     pthread_mutex_unlock(&plane->verbs->lock);
-    if (rail) rr_rail_command(rail, (struct rr_command){.run = run_drop, .a = endpoint});
+    if (rail) rr_rail_command(rail, (struct rr_command){.run = verbs_run_drop, .a = endpoint});
     return c ? 0 : -ENOENT;
 }
 
 static void run_probe(struct rr_rail *rail, struct rr_command *command)
 {
-    struct rr_connection *c = by_id(rail->plane, command->a);
+    struct rr_connection *c = verbs_by_id(rail->plane, command->a);
     int64_t status = IBV_WC_GENERAL_ERR;
     if (c && c->role == NEW && c->state == OPEN) {
         struct ibv_send_wr wr = {.wr_id = send_wr_id(c, c->posted + 1), .opcode = IBV_WR_RDMA_WRITE_WITH_IMM, .send_flags = IBV_SEND_SIGNALED};
@@ -530,76 +316,11 @@ int rr_verbs_probe(struct rr_plane *plane, uint64_t endpoint, uint64_t cookie)
 {
     if (!plane->verbs) return -ENOENT;
     pthread_mutex_lock(&plane->verbs->lock);
-    struct rr_connection *c = by_id(plane, endpoint);
+    struct rr_connection *c = verbs_by_id(plane, endpoint);
     struct rr_rail *rail = c ? c->nic->base.rail : NULL;
     pthread_mutex_unlock(&plane->verbs->lock);
     if (!rail) return -ENOENT;
     rr_rail_command(rail, (struct rr_command){.run = run_probe, .a = endpoint, .cookie = cookie});
-    return 0;
-}
-
-/* ---- flush ---- */
-
-struct flush_order {
-    uint64_t endpoint; /* 0: the one that is there */
-    uint32_t through, count;
-    struct rr_verbs_target targets[RR_VERBS_TARGETS_MAX];
-};
-
-static void run_set_flush(struct rr_rail *rail, struct rr_command *command)
-{
-    struct flush_order *order = command->pointer;
-    struct verbs_nic *nic = verbs(rail->nic);
-    struct rr_connection *c = by_id(rail->plane, order->endpoint);
-    struct verbs_port *port = nic->ports[order->through];
-    if (c && port->flush) { /* somebody was faster */
-        verbs_destroy(c);
-    } else if (c) {
-        c->next = nic->connections;
-        nic->connections = c;
-        rr_store_release_pointer((void **)&port->flush, c);
-        if (!order->count) order->targets[order->count++] = (struct rr_verbs_target){(uint64_t)(uintptr_t)c->memory, c->mr->rkey};
-    }
-    if (order->count) memcpy(port->targets, order->targets, sizeof port->targets);
-    port->target_count = order->count ? order->count : port->target_count;
-    port->flush_needed = 1;
-    free(order);
-}
-
-int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count, char *error)
-{
-    struct verbs_nic *nic = nic_of(plane, rail);
-    if (!nic || !nic_of(plane, through)) return -ENOENT;
-    uint32_t when = plane->rails[rail].verbs.flush;
-    if (when == RR_FLUSH_NEVER || (when == RR_FLUSH_AUTO && !count)) return 0;
-    if (count > RR_VERBS_TARGETS_MAX) return -EINVAL;
-    pthread_mutex_lock(&plane->verbs->lock);
-    const struct verbs_port *port = nic->ports[through];
-    int there = port && rr_load_acquire_pointer((void *const *)&port->flush) != NULL;
-    pthread_mutex_unlock(&plane->verbs->lock);
-    struct flush_order *order = calloc(1, sizeof *order);
-    if (!order) return -ENOMEM;
-    order->through = through;
-    order->count = count;
-    if (count) memcpy(order->targets, targets, count * sizeof *targets);
-    if (!there) {
-        struct rr_verbs_endpoint made;
-        struct rr_verbs_facts facts;
-        int status = new_endpoint(plane, rail, through, 1, FLUSH, &made, error);
-        if (!status) {
-            order->endpoint = made.id;
-            status = rr_verbs_facts(plane, through, &facts);
-            struct rr_verbs_route route = {.qpn = made.qpn, .psn = made.psn, .lid = facts.lid, .mtu_bytes = facts.mtu_bytes, .timeout = 14, .retry_count = 6, .rnr_retry = 7};
-            memcpy(route.gid, facts.gid, sizeof route.gid);
-            if (!status) status = rr_verbs_connect(plane, made.id, &route, error);
-            if (status) rr_verbs_drop_endpoint(plane, made.id);
-        }
-        if (status) {
-            free(order);
-            return status;
-        }
-    }
-    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_set_flush, .pointer = order});
     return 0;
 }
 
@@ -608,7 +329,7 @@ struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint, int 
 {
     struct rr_plane *plane = nic->base.rail->plane;
     pthread_mutex_lock(&plane->verbs->lock);
-    struct rr_connection *c = by_id(plane, endpoint);
+    struct rr_connection *c = verbs_by_id(plane, endpoint);
     if (c && (c->nic != nic || c->role != NEW || c->state != OPEN || c->sending != sending || c->doomed)) c = NULL;
     if (c) {
         c->next = nic->connections;

@@ -1,5 +1,4 @@
-/* Inside of the verbs NIC: what verbs_nic.c, verbs_endpoint.c, verbs_sender.c and verbs_receiver.c share. The rail's
- * thread, but for what says otherwise.
+/* Inside of the verbs NIC: what the verbs_*.c share. The rail's thread, but for what says otherwise.
  *
  * On the wire, one queue pair for each direction between two rails. Sender to receiver: a frame is a chain of RDMA writes
  * whose last one carries an immediate, (bytes - 1) << 2 | the low bits of its sequence; frames are numbered from 1 on both
@@ -214,7 +213,14 @@ static inline struct verbs_nic *verbs(struct rr_nic *nic) { return (struct verbs
 static inline uint32_t send_room(const struct rr_connection *c) { return c->depth - (uint32_t)(c->posted - c->completed); }
 static inline uint64_t send_wr_id(const struct rr_connection *c, uint64_t position) { return c->wr_tag | (uint32_t)position; }
 
-/* verbs_endpoint.c; the rail's thread */
+/* verbs_memory.c; any thread */
+struct verbs_nic *verbs_nic_of(struct rr_plane *plane, uint32_t rail);
+
+/* verbs_endpoint.c */
+int verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, int sending, enum role role, struct rr_verbs_endpoint *out,
+                       char *error);
+struct rr_connection *verbs_by_id(struct rr_plane *plane, uint64_t id);
+void verbs_run_drop(struct rr_rail *rail, struct rr_command *command);
 struct rr_verbs *verbs_state(struct rr_plane *plane);
 struct rr_connection *verbs_endpoint_at(struct rr_plane *plane, uint32_t slot, uint32_t generation);
 struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint, int sending);

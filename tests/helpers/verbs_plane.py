@@ -97,6 +97,7 @@ class Node:
             owner_pid=os.getpid(),
         )
         self.segment.publish()
+        segment.unlink(self.segment.name)  # all here have it mapped, and nothing is left behind by a case that fails
         self.plane = plane.DataPlane(
             self.segment.buffer,
             instance=7,
@@ -169,6 +170,7 @@ class Node:
             owner_pid=os.getpid(),
         )
         self.client_segment.publish()
+        segment.unlink(self.client_segment.name)
         cookie = next(self.cookies)
         made = self.client_segment
         self.kicks = self.plane.attach_client(0, 1, made.fd, made.nbytes, cookie)
@@ -393,7 +395,6 @@ class Node:
     def close(self) -> None:
         self.plane.stop()
         self.client_segment.close()
-        segment.unlink(self.segment.name)  # the plane still holds its memory
 
 
 TIMEOUT: Final = 17 if REAL else 10  # 4.096 us << this
