@@ -22,6 +22,8 @@ class Memory:
     nbytes: int
     number: int = 0  # by which the helper of an emulated NIC knows it; 0: it does not
     device: str = ""  # UUID of the GPU whose memory it is
+    generation: int = 0  # of a lane
+    unregistered: bool = False  # with verbs devices, which refused it
     keys: Keys = field(default_factory=Keys)  # on verbs rails
 
     def close_fd(self) -> None:

@@ -112,14 +112,30 @@ class Requests:
     async def _lease_lane(self, client: Client, message: protocol.LeaseLane) -> Reply:
         ctx, rail = self._ctx, message.rail
         self._check_rail(rail)
-        if rail in client.lanes:
+        memory = client.lanes.get(rail)
+        if memory is None:
+            memory = await self._new_lane(client, rail)
+        elif not memory.unregistered:
             raise RelayError(ErrorCode.BAD_ARGUMENT, f"lane {rail}<-{client.rank} is leased to this client already")
+        if ctx.rails[rail].nic == "verbs":
+            await self._register_lane(client, rail, memory)
+        kind = "device" if memory.device else "host"
+        leased = protocol.Leased(message.id, rail, memory.generation, memory.nbytes, kind, memory.device)
+        client.socket.send(leased, (memory.fd,))
+        memory.close_fd()
+        self._count(client)
+        return None
+
+    async def _new_lane(self, client: Client, rail: int) -> Memory:
+        """Leased, as far as the data plane is concerned."""
+        ctx = self._ctx
         generation = next(self._generations)
         client.lanes[rail] = Memory("", -1, 0)  # taken, while the memory is being made
         try:
             name = ctx.names.lane_memory(rail, client.row, generation)
             device = ctx.helpers.device(rail) or ctx.verbs.gpu(rail)
-            memory = client.lanes[rail] = await on_worker(lambda: self._new_lane(name, device))
+            memory = client.lanes[rail] = await on_worker(lambda: self._lane_memory(name, device))
+            memory.generation = generation
             emulated = ctx.helpers.get(rail) is not None
             if emulated or device:
                 memory.number = ctx.helpers.new_memory()
@@ -137,16 +153,9 @@ class Requests:
             await self._forget_lane(rail, failed)
             raise
         await run_on_worker(lambda: ctx.plane.prefault_rail(client.row, rail))
-        if ctx.rails[rail].nic == "verbs":
-            await self._register_lane(client, rail, memory)
-        kind = "device" if memory.device else "host"
-        leased = protocol.Leased(message.id, rail, generation, memory.nbytes, kind, memory.device)
-        client.socket.send(leased, (memory.fd,))
-        memory.close_fd()
-        self._count(client)
-        return None
+        return memory
 
-    def _new_lane(self, name: str, device: str) -> Memory:
+    def _lane_memory(self, name: str, device: str) -> Memory:
         nbytes = self._ctx.config.relay.lane_bytes
         if not device:
             return reserve(name, nbytes)
@@ -155,12 +164,17 @@ class Requests:
         return device_memory.reserve(device, nbytes)
 
     async def _register_lane(self, client: Client, rail: int, memory: Memory) -> None:
-        """A lane is leased once: a client whose lane cannot be registered may ask again, and gets the same error."""
+        """If that fails the lane stays, and the client may ask for it again."""
         ctx = self._ctx
-        if memory.keys.dmabuf < 0 and memory.device:
-            memory.keys.dmabuf = await dmabuf.export(memory.fd, memory.nbytes, memory.device)
-        base = ctx.plane.lane_base(client.row, rail)
-        await ctx.verbs.register(memory.keys, f"relay memory of rail {rail}", base, memory.nbytes)
+        memory.unregistered = False
+        try:
+            if memory.keys.dmabuf < 0 and memory.device:
+                memory.keys.dmabuf = await dmabuf.export(memory.fd, memory.nbytes, memory.device)
+            base = ctx.plane.lane_base(client.row, rail)
+            await ctx.verbs.register(memory.keys, f"relay memory of rail {rail}", base, memory.nbytes)
+        except RelayError:
+            memory.unregistered = True
+            raise
         keys = memory.keys.lkeys
         await ctx.commands.send(lambda cookie: ctx.plane.set_lane_keys(client.row, rail, keys, cookie))
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from helpers.nodes import Node, Nodes
 from helpers.waiting import until
 
 from railrelay.client import Client, RelayError, Result, Route, Transfer, TransferError
+from railrelay.client.cli import _node
+from railrelay.client.cli import rails as shown_rails
 from railrelay.shm_layout import abi
 
 pytestmark = [
@@ -28,6 +31,7 @@ pytestmark = [
 BLOCK = 16384
 NBYTES = (8 << 20) if rail_devices.real() else (32 << 20)
 BLOCKS = NBYTES // BLOCK
+BREAKS = 10 if rail_devices.real() else 25
 WAIT_S = 30.0 * (4 if rail_devices.real() else 1)
 TIMEOUTS = {"connect_s": 5, "peer_s": 5, "settle_s": 5} if not rail_devices.real() else {"connect_s": 20, "peer_s": 20}
 stand_in_only = pytest.mark.skipif(rail_devices.real(), reason="needs what only the stand-in's devices can do")
@@ -85,14 +89,19 @@ def stream(sender: Client, receiver: Client, rail: int | None = None) -> Stream:
     return Stream(Link(sender, receiver, source, destination, sender.open(destination.offer())))
 
 
-def rail(node: Node, number: int = 0) -> dict[str, object]:
-    found: dict[str, object] = node.cli("rails")["rails"][number]
-    return found
+def rails(node: Node) -> list[dict[str, Any]]:
+    """As `railrelay rails` shows them, without a process for each look."""
+    with _node.open_node(node.instance) as opened:
+        return shown_rails.read(opened)
+
+
+def rail(node: Node, number: int = 0) -> dict[str, Any]:
+    return rails(node)[number]
 
 
 def counter(node: Node, label: str) -> int:
     assert label in abi.RAIL_COUNTERS
-    return sum(shown["counters"][label] for shown in node.cli("rails")["rails"])
+    return sum(shown["counters"][label] for shown in rails(node))
 
 
 # ---- takeover ----
@@ -117,6 +126,7 @@ def test_a_rail_whose_port_goes_down_is_taken_over_and_comes_back(
         moving.once()
         assert (rail(prefill)["through"], rail(prefill)["nic"]) == (1, "verbs")
         assert rail(prefill)["takeovers"] == 1
+        assert prefill.cli("rails")["rails"][0]["through"] == 1
         assert [lane["nic"] for lane in prefill.cli("lanes")["lanes"] if lane["rail"] == 0] == ["verbs of 1"]
         assert any("rail rail1 has taken over" in error["text"] for error in prefill.errors())
         rail_devices.port(broken.devices[0], broken.fabric, up=True)
@@ -177,9 +187,9 @@ def test_without_another_rail_transfers_wait_and_go_on(nodes: Nodes) -> None:
         assert rail(prefill)["takeovers"] == 0
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1] if rail_devices.real() else [1, 2])
 def test_nothing_is_lost_wrong_or_late_whatever_breaks(pair: tuple[Node, Node], seed: int) -> None:
-    """Queue pairs that fail, and ports that go down and up, 25 times while transfers are under way on both rails."""
+    """Queue pairs that fail, and ports that go down and up, while transfers are under way on both rails."""
     prefill, decode = pair
     rng = random.Random(seed)
     with (
@@ -202,7 +212,7 @@ def test_nothing_is_lost_wrong_or_late_whatever_breaks(pair: tuple[Node, Node], 
             finally:
                 rail_devices.port(device, node.fabric, up=True)
 
-        for _ in range(25):
+        for _ in range(BREAKS):
             transfers = [moving.begin() for moving in streams]
             streams[0].begun()
             breaking = threads.submit(break_once)
@@ -215,7 +225,7 @@ def test_nothing_is_lost_wrong_or_late_whatever_breaks(pair: tuple[Node, Node], 
             until(lambda: all(rail(prefill, r)["through"] == r for r in range(2)), "rails are their own again", WAIT_S)
             for moving, canary in zip(streams, canaries, strict=True):
                 assert (moving.link.destination.array == canary).all()
-        assert counter(prefill, "connections_lost") >= 10
+        assert counter(prefill, "connections_lost") >= BREAKS // 2
         assert prefill.peer_states() == {decode.session: "connected"}
 
 
