@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 BLOCK = 16384
-NBYTES = (8 << 20) if rail_devices.real() else (32 << 20)
+NBYTES = 32 << 20
 BLOCKS = NBYTES // BLOCK
 BREAKS = 10 if rail_devices.real() else 25
 WAIT_S = 30.0 * (4 if rail_devices.real() else 1)
@@ -134,11 +134,10 @@ def test_a_rail_whose_port_goes_down_is_taken_over_and_comes_back(
         assert rail(broken)["up"] is True
         moving.once()
         assert rail(prefill)["takeovers"] == 1
-    # The event and the connection that followed, as the daemon saw them.
     taken = re.search(r"connected through rail1 ([\d.]+) ms after", prefill.log)
     assert taken is not None, prefill.log
-    if not rail_devices.real():
-        assert float(taken[1]) < 100
+    print(f"taken over within {taken[1]} ms")
+    assert float(taken[1]) < (3000 if rail_devices.real() else 100)  # emulated, and beside the engines of this test
 
 
 @stand_in_only
