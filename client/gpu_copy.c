@@ -280,14 +280,9 @@ static void keep_first(rg_result *result, struct measured measured)
 
 static double at_least(double value, double least) { return value > least ? value : least; }
 
-rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t destination, double nic_rate)
+static rg_result measure_all(struct rg_copier *copier, uint64_t source, uint64_t destination)
 {
     struct rg_costs *costs = &copier->costs;
-    struct rg_counters counters = copier->counters;
-    costs->nic_rate = nic_rate;
-    if (copier->list_runs < 512) return 0;
-    rg_result entered = rg_enter(copier);
-    if (entered) return entered;
     struct measured one = measure(copier, RG_STRIDED, source, destination, 16, 256, 16);
     struct measured many = measure(copier, RG_STRIDED, source, destination, 512, 256, 16);
     struct measured tall = measure(copier, RG_STRIDED, source, destination, 512, 256, 512);
@@ -316,6 +311,19 @@ rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t desti
             costs->kernel_rate = bytes / at_least(full.ns - empty.ns - large * costs->kernel_piece_ns, 1);
         }
     }
+    return result;
+}
+
+rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t destination, double nic_rate)
+{
+    struct rg_counters counters = copier->counters;
+    void *context = NULL;
+    copier->costs.nic_rate = nic_rate;
+    if (copier->list_runs < 512) return 0;
+    rg_result result = copier->api->cuCtxPushCurrent(copier->context);
+    if (result) return result;
+    result = measure_all(copier, source, destination);
+    copier->api->cuCtxPopCurrent(&context);
     copier->counters = counters;
     return result;
 }

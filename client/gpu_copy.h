@@ -1,6 +1,7 @@
 /* Copies of many pieces on one CUDA stream, and a word written after them in stream order. Used by a client's feeder
  * (slots) and by the emulated NIC's helper process. No cuda.h is needed to build: cuda.py resolves the driver's
- * functions. Calls take the thread that holds the copier; the CUDA context must be current there (rg_enter).
+ * functions. Calls take the thread that holds the copier; the CUDA context must be current there (rg_enter), but for
+ * rg_calibrate.
  *
  * Pieces are listed as runs: equal pieces at constant distances on both sides, which nobody expands on the CPU. Three
  * ways, chosen for each run by what they cost against the time that the NIC needs for the same bytes: a run is one 2D
@@ -90,6 +91,8 @@ struct rg_copier {
 int rg_open(struct rg_copier *copier, const struct rg_api *api, void *context, void *stream, void *kernel, void *lists, uint32_t list_count,
             uint32_t list_runs);
 void rg_close(struct rg_copier *copier);
+/* For threads of the library: of a caller's thread the context that is current, and with it torch's device, is the
+ * caller's. */
 rg_result rg_enter(const struct rg_copier *copier);
 
 /* Where the caller lists the pieces of list number `list`, empty. Until everything that was enqueued from it has run,
@@ -104,7 +107,7 @@ rg_result rg_copy_each(const struct rg_copier *copier, const struct rg_run *runs
 /* Then, in stream order and after all earlier copies are visible to everybody, writes an aligned word. */
 rg_result rg_signal(struct rg_copier *copier, uint64_t address, uint64_t value);
 
-/* Measures the costs with copies from source to destination (RG_CALIBRATION_BYTES each, the contents
+/* Any thread: measures the costs with copies from source to destination (RG_CALIBRATION_BYTES each, the contents
  * of which are lost); waits for the stream. nic_rate as in rg_costs. */
 rg_result rg_calibrate(struct rg_copier *copier, uint64_t source, uint64_t destination, double nic_rate);
 

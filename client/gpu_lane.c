@@ -275,7 +275,11 @@ int rc_local_gpu_has_reached(struct rc_core *core, uint64_t enqueued)
     if (local_copied(core) >= enqueued) return 1;
     if (!rr_load_acquire_u32(&core->gpu_failure)) return 0;
     const struct rg_copier *copier = core->local_copier;
-    if (copier && !rg_enter(copier)) copier->api->cuStreamSynchronize(copier->stream);
+    void *context = core->gpu_context;
+    if (copier && !core->gpu.cuCtxPushCurrent(context)) { /* a caller's thread has a context of its own */
+        core->gpu.cuStreamSynchronize(copier->stream);
+        core->gpu.cuCtxPopCurrent(&context);
+    }
     return 1;
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -302,3 +303,36 @@ def test_a_lane_that_could_not_be_prepared_is_prepared_later(nodes: Nodes, gpu: 
             with pytest.raises(RelayError):
                 sender.write(link.remote, *arguments)
         sender.write(link.remote, *arguments).wait(20)
+
+
+def test_the_callers_threads_keep_their_cuda_context(nodes: Nodes, gpu: Card, other_gpu: Card) -> None:
+    """What torch takes for its device is the context that is current: no call may leave another one behind."""
+    (first, second), node = nodes.pair((1, 1)), nodes.start(2)
+    found: dict[str, int] = {}
+
+    def current() -> int:
+        return int(cuda._call("cuCtxGetCurrent") or 0)
+
+    def through_both(name: str, sender: Client, receiver: Client) -> None:
+        with sender, receiver:
+            source, destination = gpus.make(sender, NBYTES, "gpu", gpu), gpus.make(receiver, NBYTES, "vmm", other_gpu)
+            found[f"{name}: register"] = current()
+            link = gpus.link(sender, receiver, source, destination)
+            found[f"{name}: open"] = current()
+            sender.write(link.remote, [source.address], [link.remote.address], NBYTES).wait(20)
+            found[f"{name}: write"] = current()
+            link.remote.close()
+            destination.region.unregister(10)
+        found[f"{name}: close"] = current()
+
+    def on_a_thread(context: int) -> None:
+        found.clear()
+        if context:
+            cuda._call("cuCtxSetCurrent", context)
+        through_both("relay", first.connect(gpu=gpu.ordinal), second.connect(gpu=other_gpu.ordinal))
+        through_both("local", node.connect(0, gpu=gpu.ordinal), node.connect(1, gpu=other_gpu.ordinal))
+
+    for context in (0, other_gpu.context):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(on_a_thread, context).result(60)
+        assert found == dict.fromkeys(found, context)
