@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from railrelay.client import protocol
-from railrelay.client.errors import ConnectError, DaemonGone, ErrorCode, RelayError, error
+from railrelay.client.errors import ArgumentError, ConnectError, DaemonGone, ErrorCode, RelayError, error
 
 LOCAL_TIMEOUT_S: Final = 30.0  # for requests that the local daemon answers alone
 _FDS_MAX: Final = 64
@@ -154,7 +154,12 @@ class Connection:
         close_all([fd for fd in (self._stop, self._pidfd) if fd >= 0])
 
     def _send(self, request: protocol.ClientRequest, fds: Sequence[int] = ()) -> None:
-        packet = protocol.encode(request)
+        try:
+            packet = protocol.encode(request)
+            protocol.client_request(packet)  # as the daemon does, which ends the session of who sends it something else
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as failure:
+            text = f"{type(request).__name__} cannot be asked for: {failure}"
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, text) from None
         if len(packet) > protocol.CLIENT_MESSAGE_BYTES:
             raise error(
                 ErrorCode.BAD_ARGUMENT,

@@ -7,7 +7,7 @@ import mmap
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -159,6 +159,33 @@ def test_arrays_that_are_not_integers_are_refused(link: Link) -> None:
 def test_a_timeout_that_is_none_is_refused(link: Link, timeout: float) -> None:
     with pytest.raises(ArgumentError, match="timeout of"):
         link.sender.write(link.remote, [link.source.address], [link.remote.address], 64, timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e30, 1.84e10])
+def test_a_timeout_of_more_than_a_life_is_that_long(link: Link, timeout: float) -> None:
+    """Also where the end in nanoseconds would not fit the clock."""
+    moved = link.sender.write(link.remote, [link.source.address], [link.remote.address], NBYTES, timeout=timeout)
+    moved.wait(timeout)
+    moved.wait_settled(timeout)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda link: link.receiver.receiver.abort(True, 1.0),
+        lambda link: link.sender.register(np.zeros(4096, np.uint8), rail=0.0),
+        lambda link: link.sender.register(np.zeros(4096, np.uint8), rail=True),
+        lambda link: link.sender.alloc(4096, rail=np.int64(0)),
+        lambda link: link.sender.peer("127.0.0.1:1", timeout=1 << 70),
+        lambda link: link.sender.write(
+            link.remote, [link.source.address], [link.remote.address], 64, tag=True, notify=b""
+        ),
+    ],
+)
+def test_an_argument_of_another_type_ends_nothing_else(link: Link, call: Callable[[Link], object]) -> None:
+    """The daemon takes what is no request for a broken client, and would end all of its transfers."""
+    with pytest.raises(ArgumentError, match="cannot be asked for"):
+        call(link)
 
 
 def test_pages_past_the_end_are_named(link: Link) -> None:
