@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from railrelay.client.connection import Connection
 
 _FENCE_MARGIN_S: Final = 1.0
+_LONGEST_S: Final = float(1 << 62) / 1e9
 
 
 def tag_of(tag: int | bytes | str) -> int:
@@ -52,8 +53,8 @@ def core_errors() -> Iterator[None]:
 
 
 def nanoseconds(seconds: float | None) -> int:
-    """For the C part: -1 is no limit."""
-    return -1 if seconds is None else max(0, round(seconds * 1e9))
+    """For the C part: -1 is no limit. What it adds to a clock must not wrap around: 146 years at most."""
+    return -1 if seconds is None else round(min(max(0.0, seconds), _LONGEST_S) * 1e9)
 
 
 class Completions:
