@@ -123,6 +123,7 @@ struct rc_gpu_event {
 
 /* Peers' addresses are below 2^56; what is above tells processes of one peer apart whose addresses are equal. */
 #define RC_SPACE_SHIFT 56u
+#define RC_ADDRESS(spaced) ((spaced) & ((1ull << RC_SPACE_SHIFT) - 1)) /* for people */
 
 struct rc_list {
     const uint64_t *sources, *destinations, *lengths;

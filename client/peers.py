@@ -51,6 +51,7 @@ class RemoteTable:
         self._lock = threading.Lock()
         self._open: dict[int, RemoteRegion] = {}
         self._closing: dict[int, RemoteRegion] = {}  # closed here; transfers in flight still name them
+        self._last_space = 0
         self._ended = False
         self.any_local = False  # some region was one of the same node
         self.asked = False  # for a region that may be one of the same node
@@ -163,8 +164,12 @@ class RemoteTable:
         }
         if owner in spaces:
             return spaces[owner]
-        for space in range(0, _SPACES << _SPACE_SHIFT, 1 << _SPACE_SHIFT):
+        # The one that was free for longest: a write that began before its region was closed must not find that of
+        # another process, at the same address, in its place.
+        for step in range(1, _SPACES + 1):
+            space = (self._last_space + step) % _SPACES << _SPACE_SHIFT
             if space not in spaces.values():
+                self._last_space = space >> _SPACE_SHIFT
                 return space
         text = f"regions of {_SPACES} processes of {peer.session} are open; close those of one"
         raise RegionError(ErrorCode.LIMIT, text)

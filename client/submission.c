@@ -217,7 +217,7 @@ static int take_blocks(struct rc_submission *s, const struct rc_list *list, stru
                 status = rc_fail(error, "overlap", "block %llu: destination %#llx + %llu bytes overlaps another block of the same transfer", (ull)i,
                               (ull)list->destinations[i], (ull)s->blocks[i].length);
         if (rc_overlap_end(&overlap, &where) && !status)
-            status = rc_fail(error, "overlap", "destinations overlap at %#llx", (ull)where);
+            status = rc_fail(error, "overlap", "destinations overlap at %#llx", (ull)RC_ADDRESS(where));
     }
     if (!status) status = make_parts(s, ways, way_count, error);
     if (!status) {
@@ -333,7 +333,7 @@ static int check_pieces(const struct rc_pages *p, const uint64_t *rows, int64_t 
             if (rc_overlap_add(&overlap, rows[r] + (uint64_t)p->destination_pages[i] * p->destination_stride, p->piece_bytes))
                 status = rc_fail(error, "overlap", "row %u: destination page %lld overlaps another piece of the same transfer", r,
                               (long long)p->destination_pages[i]);
-    if (rc_overlap_end(&overlap, &where) && !status) status = rc_fail(error, "overlap", "destinations overlap at %#llx", (ull)where);
+    if (rc_overlap_end(&overlap, &where) && !status) status = rc_fail(error, "overlap", "destinations overlap at %#llx", (ull)RC_ADDRESS(where));
     return status;
 }
 
@@ -447,7 +447,7 @@ static int take_rows(struct rc_submission *s, const uint64_t *source_rows, const
             status = rc_fail(error, "bad_region", "row %u: source page %lld at %#llx is in no registered region", r, (long long)source_low, (ull)from_low);
         else if (!to)
             status = rc_fail(error, "bad_region", "row %u: destination page %lld at %#llx is in no region opened at this peer", r,
-                          (long long)destination_low, (ull)to_low);
+                          (long long)destination_low, (ull)RC_ADDRESS(to_low));
         else if (from_span > from->bytes - (from_low - from->address))
             status = rc_fail(error, "out_of_bounds", "row %u: source page %lld passes the end of its region by %llu bytes", r, (long long)source_high,
                           (ull)(from_span - (from->bytes - (from_low - from->address))));

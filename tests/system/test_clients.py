@@ -12,7 +12,7 @@ from helpers.engines import EngineError, Engines
 from helpers.nodes import Nodes
 from helpers.waiting import until
 
-from railrelay.client import ConnectError, ErrorCode, RegionError, RelayError, TransferError
+from railrelay.client import ArgumentError, ConnectError, ErrorCode, RegionError, RelayError, TransferError
 
 pytestmark = pytest.mark.system
 
@@ -293,6 +293,26 @@ def test_processes_with_equal_addresses_are_told_apart(nodes: Nodes, engines: En
             sender.write(remote, [source.address], [remote.address], 1 << 20).wait(30)
             assert receiver.ask("holds", name="pages", seed=seed)
         assert receivers[0].ask("holds", name="pages", seed=0)
+
+
+def test_a_write_that_its_region_left_does_not_find_another_process_there(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first and the last look at the region it goes, and one of another process at its address comes."""
+    node = nodes.start()
+    with node.connect(0) as sender, node.connect(1) as one, node.connect(2) as two:
+        source, pages = memory.make(sender, 4096), np.zeros(4096, np.uint8)
+        source.array[:] = 5
+        meant = sender.open(one.register(pages).offer())
+
+        def meanwhile(_: object) -> None:
+            meant.close()
+            assert sender.open(two.register(pages).offer()).address == meant.address
+
+        monkeypatch.setattr(sender, "event_of", meanwhile)
+        with pytest.raises(ArgumentError, match=f"destination {meant.address:#x} is in no region"):
+            sender.write(meant, [source.address], [meant.address], 4096, ready=object()).wait(30)
+        assert not pages.any()
 
 
 def test_a_client_that_does_not_attach_is_let_go(nodes: Nodes) -> None:
