@@ -255,6 +255,8 @@ def test_wrong_remote_memory_fails_that_write_and_what_follows(pair: Pair, wrong
 
 @pytest.mark.parametrize("wrong", ["key", "range", "deregistered"])
 def test_wrong_local_memory_fails_that_write_and_what_follows(pair: Pair, wrong: str) -> None:
+    if REAL and wrong == "deregistered":
+        pytest.skip("soft-RoCE of Linux 6.1 does not always complete it")
     piece = pair.source.piece(0, BLOCK, wrong_key=True)
     if wrong == "range":
         piece = pair.source.piece(BLOCKS * BLOCK - 1, BLOCK)
