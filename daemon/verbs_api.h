@@ -54,7 +54,7 @@ struct verbs_device {
     int port, gid_index;
     int ethernet;
     uint32_t refs;
-    int no_relaxed_ordering; /* it refused the flag once */
+    uint32_t no_relaxed_ordering; /* it refused the flag once */
 };
 
 /* NULL, with errno and the reason in error[error_bytes]. */
