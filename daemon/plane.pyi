@@ -26,6 +26,7 @@ TRANSFER_ENDED: Final[
     int
 ]  # (kind, rail, client, transfer, generation, result, 0): only for transfers watch() asked about
 
+MAX_FLUSH_TARGETS: Final[int]
 PORT_CHANGED: Final[int]  # (kind, rail, up, ibv event code, 0, 0, 0): verbs; the rail's own device
 
 class DataPlane:
@@ -117,11 +118,15 @@ class DataPlane:
     def probe_endpoint(self, endpoint: int, cookie: int) -> None:
         """Writes no bytes through a connected endpoint that is not a sender or receiver. The endpoint's rail answers: value
         = 0, or the status of the completion (IBV_WC_...)."""
-    def set_flush_targets(self, rail: int, through: int, targets: list[tuple[int, int]]) -> None:
-        """(address, rkey) of a byte of each GPU whose memory is received into: receivers of the rail through this device
-        read them before they answer, so that what was written is there for the GPU. Call it before add_receiver(), each
-        time, and when targets change. Without any call it is so only if the rail's flush is "always", with a byte of
-        host memory. Like new_endpoint(), for a worker. OSError."""
+    def open_flush(self, rail: int, through: int) -> None:
+        """The queue pair by which receivers of the rail through this device read flush targets, if it is not there. Before
+        each add_receiver() while there are targets (if the rail's flush is "always", connect_endpoint() does that), and
+        when the first target comes. Like new_endpoint(), for a worker. OSError."""
+    def set_flush_targets(self, rail: int, through: int, targets: list[tuple[int, int]], cookie: int) -> None:
+        """(address, rkey) of a byte of each GPU whose memory is received into, at most MAX_FLUSH_TARGETS: from now on
+        receivers of the rail through this device read these, and no others, before they answer, so that what was written
+        is there for the GPU. A rail with flush "always" reads a byte of host memory besides; one with "never" nothing.
+        The rail answers once they are in force and nothing reads those of before any more."""
     def drain_handle(self, peer: int, handle: int, cookie: int) -> None:
         """After remove_remote() of all that name the peer's handle: each rail answers once no frame on its way names it."""
     def add_peer_tombstone(self, peer: int, owner: int, tag: int) -> None:

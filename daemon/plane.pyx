@@ -120,6 +120,7 @@ cdef extern from "nic.h" nogil:
 cdef extern from "verbs_nic.h" nogil:
     enum:
         RR_VERBS_ERROR_BYTES
+        RR_VERBS_TARGETS_MAX
     struct rr_verbs_facts:
         uint8_t gid[16]
         uint32_t lid, mtu_bytes, port_up, ethernet, max_sge, max_qp_wr, max_cqe
@@ -143,7 +144,8 @@ cdef extern from "verbs_nic.h" nogil:
     int rr_verbs_queue_pairs(rr_plane *, uint32_t rail)
     int rr_verbs_register(rr_plane *, uint32_t through, uint64_t address, uint64_t nbytes, int dmabuf_fd, uint64_t dmabuf_offset,
                           rr_verbs_use use, rr_verbs_key *out)
-    int rr_verbs_set_flush(rr_plane *, uint32_t rail, uint32_t through, const rr_verbs_target *targets, uint32_t count, char *error)
+    int rr_verbs_open_flush(rr_plane *, uint32_t rail, uint32_t through, char *error)
+    int rr_verbs_set_flush(rr_plane *, uint32_t rail, uint32_t through, const rr_verbs_target *targets, uint32_t count, uint64_t cookie)
     int rr_verbs_deregister(rr_plane *, uint64_t id)
     int rr_verbs_new_endpoint(rr_plane *, uint32_t rail, uint32_t through, int sending, rr_verbs_endpoint *out, char *error)
     int rr_verbs_connect(rr_plane *, uint64_t endpoint, const rr_verbs_route *route, char *error)
@@ -170,6 +172,7 @@ VIOLATION = RR_EVENT_VIOLATION
 NOTE_DUE = RR_EVENT_NOTE_DUE
 TRANSFER_ENDED = RR_EVENT_TRANSFER_ENDED
 PORT_CHANGED = RR_EVENT_PORT_CHANGED
+MAX_FLUSH_TARGETS = RR_VERBS_TARGETS_MAX
 
 
 cdef int check(int status) except -1:
@@ -328,19 +331,22 @@ cdef class DataPlane:
     def probe_endpoint(self, uint64_t endpoint, uint64_t cookie):
         check(rr_verbs_probe(self.plane, endpoint, cookie))
 
-    def set_flush_targets(self, uint32_t rail, uint32_t through, targets):
-        cdef rr_verbs_target[16] found
-        cdef uint32_t count = len(targets)
+    def open_flush(self, uint32_t rail, uint32_t through):
         cdef char[256] error
         cdef int status
-        if count > 16:
-            raise ValueError(f"{count} targets; at most 16")
-        for i, (address, rkey) in enumerate(targets):
-            found[i].address, found[i].rkey = address, rkey
         error[0] = 0
         with nogil:
-            status = rr_verbs_set_flush(self.plane, rail, through, found, count, error)
+            status = rr_verbs_open_flush(self.plane, rail, through, error)
         check_text(status, error)
+
+    def set_flush_targets(self, uint32_t rail, uint32_t through, targets, uint64_t cookie):
+        cdef rr_verbs_target[RR_VERBS_TARGETS_MAX] found
+        cdef uint32_t count = len(targets)
+        if count > MAX_FLUSH_TARGETS:
+            raise ValueError(f"{count} targets; at most {MAX_FLUSH_TARGETS}")
+        for i, (address, rkey) in enumerate(targets):
+            found[i].address, found[i].rkey = address, rkey
+        check(rr_verbs_set_flush(self.plane, rail, through, found, count, cookie))
 
     def drain_handle(self, uint32_t peer, uint32_t handle, uint64_t cookie):
         check(rr_plane_drain_handle(self.plane, peer, handle, cookie))

@@ -94,7 +94,7 @@ int rr_verbs_connect(struct rr_plane *plane, uint64_t endpoint, const struct rr_
     pthread_mutex_unlock(&plane->verbs->lock);
     if (doomed) rr_rail_command(rail, (struct rr_command){.run = verbs_run_drop, .a = endpoint});
     /* Its rail hears of the flush before it hears of the receiver. */
-    if (!status && receiving) return rr_verbs_set_flush(plane, (uint32_t)rail->number, through, NULL, 0, error);
+    if (!status && receiving && rail->verbs.flush == RR_FLUSH_ALWAYS) return rr_verbs_open_flush(plane, (uint32_t)rail->number, through, error);
     return -status;
 }
 #endif

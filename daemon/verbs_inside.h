@@ -69,6 +69,13 @@ enum role { NEW, SENDER, RECEIVER, PROBE, FLUSH };
  * NIC reads and writes nothing for it any more. */
 enum state { MADE, OPEN, DRAINING, DRAINED };
 
+struct verbs_flush_order {
+    struct verbs_flush_order *next;
+    uint64_t cookie;
+    uint32_t through, count;
+    struct rr_verbs_target targets[RR_VERBS_TARGETS_MAX];
+};
+
 /* What a rail's thread uses of one device: its completion queues and the channel that wakes it. Made by any thread under
  * the lock; the thread sees it once nic->ports[] or cq_count says so. */
 struct verbs_port {
@@ -82,6 +89,7 @@ struct verbs_port {
     uint32_t held_at, held_count;
     uint8_t armed[CQS_MAX];
     struct rr_connection *flush;         /* a queue pair connected to itself; NULL: none */
+    struct verbs_flush_order *flush_orders; /* in force, but reads of before are still under way */
     struct rr_verbs_target targets[RR_VERBS_TARGETS_MAX];
     uint32_t target_count, flush_needed; /* needed: nothing is answered without it */
     struct ibv_wc held[WC_BATCH]; /* of an endpoint whose command is still to be run */
@@ -259,6 +267,7 @@ uint32_t verbs_naming(struct rr_nic *base, uint32_t peer, uint32_t handle);
 int verbs_flush_late(struct rr_connection *c);
 void verbs_on_flushed(struct rr_connection *flush);
 void verbs_flush_failed(struct rr_connection *flush);
+void verbs_free_orders(struct verbs_port *port);
 
 /* verbs_receiver.c */
 void verbs_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int endpoint);

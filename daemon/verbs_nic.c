@@ -66,6 +66,7 @@ static void verbs_close(struct rr_nic *base)
         }
         rr_ibv.destroy_comp_channel(port->channel);
         verbs_leave_device(plane, port->device);
+        verbs_free_orders(port);
         free(port);
     }
     close(nic->epoll_fd);

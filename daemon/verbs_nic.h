@@ -63,9 +63,14 @@ int rr_verbs_connect(struct rr_plane *plane, uint64_t endpoint, const struct rr_
 int rr_verbs_drop_endpoint(struct rr_plane *plane, uint64_t endpoint);
 /* Writes zero bytes with an immediate through a connected endpoint; COMMAND_DONE with 0, or the completion's status. */
 int rr_verbs_probe(struct rr_plane *plane, uint64_t endpoint, uint64_t cookie);
-/* Before the first receiver of the rail through this device, and again before others: receivers read the targets before
- * they answer. Without targets: none if flush is "auto"; if it is "always", connecting a receiver's end does that. */
-int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count, char *error);
+/* The queue pair by which receivers of the rail through this device read targets: made if it is not there, as before the
+ * first one and when it was lost. If flush is "always", connecting a receiver's end does that. */
+int rr_verbs_open_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, char *error);
+/* From now on receivers read these targets before they answer; those that need the queue pair are lost if it is not there.
+ * Without targets nothing is read, but for a byte of host memory if flush is "always". The rail answers once nothing
+ * reads the targets of before any more. */
+int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count,
+                       uint64_t cookie);
 void rr_verbs_free(struct rr_plane *plane); /* after all rails have stopped */
 
 #endif

@@ -64,9 +64,16 @@ int rr_verbs_probe(struct rr_plane *plane, uint64_t endpoint, uint64_t cookie)
     return -ENOTSUP;
 }
 
-int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count, char *error)
+int rr_verbs_open_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, char *error)
 {
-    (void)plane, (void)rail, (void)through, (void)targets, (void)count, (void)error;
+    (void)plane, (void)rail, (void)through, (void)error;
+    return -ENOTSUP;
+}
+
+int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count,
+                       uint64_t cookie)
+{
+    (void)plane, (void)rail, (void)through, (void)targets, (void)count, (void)cookie;
     return -ENOTSUP;
 }
 

@@ -557,7 +557,7 @@ def frames_are_answered_only_after_a_read_behind_them() -> None:
 def a_fence_waits_for_the_read_too() -> None:
     a, b, remote = pair(flush="always")
     content, verbs = fill(a), fabric()
-    b.plane.set_flush_targets(0, 0, [])
+    b.plane.open_flush(0, 0)
     connected = connect(a, b)
     verbs.limit_rate(A0, 20 << 20)
     transfer = a.direct(scattered(remote))
