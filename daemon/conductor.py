@@ -28,6 +28,7 @@ from railrelay.daemon.commands import Commands
 from railrelay.daemon.config import Config
 from railrelay.daemon.context import Context
 from railrelay.daemon.emulated import Helper, Helpers
+from railrelay.daemon.flush import Flush
 from railrelay.daemon.instance import Instance
 from railrelay.daemon.local_route import LocalRoute
 from railrelay.daemon.node_state import NodeState
@@ -136,9 +137,10 @@ class Conductor:
         regions: dict[bytes, Region] = {}
         self._transfers = Transfers(self.ctx, by_row)
         self._peers = Peers(self.ctx, self._transfers.abort)
-        self._sessions = Sessions(self.ctx, rails, regions)
+        flush = Flush(self.ctx)
+        self._sessions = Sessions(self.ctx, rails, regions, flush)
         self._local = LocalRoute(self.ctx)
-        requests = Requests(self.ctx, regions, self._sessions, self._peers, self._transfers, self._local)
+        requests = Requests(self.ctx, regions, self._sessions, self._peers, self._transfers, self._local, flush)
         self._clients = Clients(self.ctx, by_row, requests, self._sessions, self._peers, self._transfers, self._local)
 
     # ---- the duty cycle ----

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import itertools
+import mmap
 import os
 import secrets
 import struct
@@ -23,6 +24,7 @@ from railrelay.daemon import dmabuf
 from railrelay.daemon.client import KEPT_TAGS, Client, Region, Remote
 from railrelay.daemon.context import Context, on_worker, run_on_worker
 from railrelay.daemon.emulated import Source, made_up_base
+from railrelay.daemon.flush import Flush, Place
 from railrelay.daemon.local_route import LocalRoute, handed_of
 from railrelay.daemon.memory import Memory, reserve
 from railrelay.daemon.peers import Peer, Peers
@@ -47,6 +49,7 @@ class Requests:
         peers: Peers,
         transfers: Transfers,
         local: LocalRoute,
+        flush: Flush,
     ) -> None:
         """``regions``: the offered regions of all clients by capability."""
         self._ctx = ctx
@@ -55,6 +58,7 @@ class Requests:
         self._peers = peers
         self._transfers = transfers
         self._local = local
+        self._flush = flush
         self._generations = itertools.count(1)
         self._bounce_serials = itertools.count(1)
         self._handlers: dict[type[Message], Callable[[Client, Any], Reply | Awaitable[Reply]]] = {
@@ -99,6 +103,7 @@ class Requests:
 
     async def _forget_region(self, region: Region) -> None:
         region.handed.close()
+        await self._flush.remove(region.keys)
         await self._ctx.verbs.deregister(region.keys)
         number, region.memory = region.memory, 0
         if number:
@@ -214,6 +219,8 @@ class Requests:
             )
         number = ctx.helpers.new_memory() if direct else 0
         base = made_up_base(number) if reached else 0
+        if reached and not copied:  # a device takes memory at the place in a page where the dma-buf has it
+            base += message.dmabuf_offset % mmap.PAGESIZE
         mapped = fds[0] if message.shared else -1
         receive = message.receive or message.shared
         kind = message.handle if copied else "host"
@@ -293,6 +300,9 @@ class Requests:
         base = ctx.plane.region_base(client.row, region.index)
         what = f"region {region.index} of {client}"
         await ctx.verbs.register(region.keys, what, base, region.nbytes, dmabuf_offset=message.dmabuf_offset)
+        if message.memory == "device" and region.receive:
+            place = Place(what, base, min(region.nbytes, mmap.PAGESIZE), message.dmabuf_offset)
+            await self._flush.add(message.device, region.keys, place)
         ctx.plane.set_region_keys(client.row, region.index, region.keys.lkeys)
 
     async def _add_bounces(self, client: Client) -> None:

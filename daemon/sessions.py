@@ -27,6 +27,7 @@ from railrelay.client.protocol import RailFacts
 from railrelay.daemon import topology
 from railrelay.daemon.client import Client, Region
 from railrelay.daemon.context import Context, run_on_worker
+from railrelay.daemon.flush import Flush
 from railrelay.daemon.link import Answer, Link
 from railrelay.daemon.rails import Rails, check_facts
 from railrelay.daemon.rows import Handles, Rows
@@ -90,11 +91,12 @@ class Session:
 
 
 class Sessions:
-    def __init__(self, ctx: Context, rails: Rails, regions: dict[bytes, Region]) -> None:
+    def __init__(self, ctx: Context, rails: Rails, regions: dict[bytes, Region], flush: Flush) -> None:
         """``regions``: the offered regions of all clients by capability."""
         self._ctx = ctx
         self._rails = rails
         self._regions = regions
+        self._flush = flush
         self._rows = Rows(ctx.config.limits.max_peers)
         self._handles = Handles(ctx.config.limits.max_exports)
         self._by_index: dict[int, Session] = {}
@@ -391,6 +393,8 @@ class Sessions:
         remote = checked_endpoint(session.name, message.endpoint, None, session.rails)
         session.opening += 1
         try:
+            if not message.probe:
+                await self._flush.prepare(rail, through)
             number, endpoint = await ctx.verbs.open(rail, through, sending=False)
             await ctx.verbs.connect(rail, number, through, remote)
         finally:

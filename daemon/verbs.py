@@ -145,9 +145,11 @@ class Verbs:
 
     # ---- memory ----
 
-    async def register(self, keys: Keys, what: str, address: int, nbytes: int, *, dmabuf_offset: int = 0) -> None:
+    async def register(
+        self, keys: Keys, what: str, address: int, nbytes: int, *, dmabuf_offset: int = 0, flush: bool = False
+    ) -> None:
         """On all verbs rails. The mapping must stay until deregister() has returned, also if this is cancelled.
-        RelayError: nothing is registered."""
+        ``flush``: for set_flush_targets() alone. RelayError: nothing is registered."""
         dmabuf_fd = keys.dmabuf
 
         def work() -> None:
@@ -155,7 +157,7 @@ class Verbs:
             try:
                 for rail in self.ports:
                     number, lkeys[rail], rkeys[rail] = self._plane.register_memory(
-                        rail, address, nbytes, dmabuf_fd=dmabuf_fd, dmabuf_offset=dmabuf_offset
+                        rail, address, nbytes, dmabuf_fd=dmabuf_fd, dmabuf_offset=dmabuf_offset, flush=flush
                     )
                     keys.ids.append(number)
             except OSError as failure:
@@ -244,6 +246,14 @@ class Verbs:
         if not done or answered.result():
             reason = f"completion status {answered.result()}" if done else f"no completion within {timeout_s:g} s"
             raise RelayError(ErrorCode.RAIL_DOWN, f"rail {rail}: a write of no bytes: {reason}")
+
+    async def open_flush(self, rail: int, through: int) -> None:
+        """As in DataPlane. RelayError RAIL_DOWN."""
+        await self._call(rail, through, lambda: self._plane.open_flush(rail, through), lambda _: None)
+
+    def set_flush_targets(self, rail: int, through: int, targets: list[tuple[int, int]]) -> asyncio.Future[int]:
+        """As in DataPlane; done when the rail has answered."""
+        return self._commands.send(lambda cookie: self._plane.set_flush_targets(rail, through, targets, cookie))
 
     def drop(self, number: int) -> None:
         """Of an endpoint that the data plane was not given as a sender or receiver."""

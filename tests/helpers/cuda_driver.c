@@ -1957,6 +1957,14 @@ EXPORTED void cuda_driver_hold(int held)
     unlock();
 }
 
+EXPORTED void cuda_driver_dmabuf(int exported);
+EXPORTED void cuda_driver_dmabuf(int exported)
+{
+    lock();
+    world.dmabuf = exported;
+    unlock();
+}
+
 EXPORTED void cuda_driver_delay(unsigned delay_us);
 EXPORTED void cuda_driver_delay(unsigned delay_us)
 {

@@ -100,6 +100,15 @@ class Control:
         finally:
             self._driver.cuda_driver_hold(0)
 
+    @contextmanager
+    def dmabufs(self) -> Iterator[None]:
+        """Memory has dma-buf descriptors meanwhile."""
+        self._driver.cuda_driver_dmabuf(1)
+        try:
+            yield
+        finally:
+            self._driver.cuda_driver_dmabuf(0)
+
     def count(self, what: str) -> int:
         count: int = self._driver.cuda_driver_count(what.encode())
         assert count >= 0, what

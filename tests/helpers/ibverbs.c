@@ -85,7 +85,7 @@ struct device {
 
 struct fault {
     uint32_t address;
-    int held, down; /* held: HELD_ bits */
+    int held, down, reads_held; /* held: HELD_ bits */
     int registration, dmabuf, relaxed; /* errno */
     uint64_t bytes_per_s, memory_limit;
 };
@@ -206,7 +206,7 @@ struct domain {
 };
 
 struct counters {
-    uint64_t sends, receives, bytes, placed_bytes, rnr, overruns, queue_full, refused_hellos, unmapped, errors, most_completions;
+    uint64_t sends, receives, reads, bytes, placed_bytes, rnr, overruns, queue_full, refused_hellos, unmapped, errors, most_completions;
 };
 
 struct context {
@@ -672,6 +672,7 @@ static void read_faults(struct context *context)
         }
         if (!strcmp(what, "held")) fault->held = (int)value;
         if (!strcmp(what, "down")) fault->down = (int)value;
+        if (!strcmp(what, "reads_held")) fault->reads_held = (int)value;
         if (!strcmp(what, "bytes_per_s")) fault->bytes_per_s = value;
         if (!strcmp(what, "registration")) fault->registration = (int)value;
         if (!strcmp(what, "dmabuf")) fault->dmabuf = (int)value;
@@ -1102,7 +1103,7 @@ static int answer(struct context *context, struct queue_pair *qp)
                 qp->answered = up_to;
             } else if (qp->reading) {
                 uint64_t left = message->message_bytes - qp->read_offset;
-                if (must_wait(context)) return 0;
+                if (must_wait(context) || fault_of(context, context->device->address)->reads_held) return 0;
                 if (left && !memory_of(context, qp->base.pd, message->rkey, message->address, message->message_bytes, IBV_ACCESS_REMOTE_READ)) {
                     qp->reading = 0;
                     qp->to_answer--;
@@ -1140,6 +1141,7 @@ static int answer(struct context *context, struct queue_pair *qp)
         if (!(stream->out.flags & LAST)) continue;
         qp->reading = 0;
         qp->answered = qp->to_answer;
+        context->counters.reads++;
     }
 }
 
@@ -1370,12 +1372,12 @@ static void obey(struct context *context, const char *order, char *reply, size_t
         snprintf(reply, bytes,
                  "pid=%d queue_pairs=%d completion_queues=%d memory_regions=%d registered_bytes=%llu domains=%d channels=%d sends=%llu"
                  " receives=%llu bytes=%llu placed_bytes=%llu rnr=%llu overruns=%llu queue_full=%llu refused_hellos=%llu unmapped=%llu"
-                 " errors=%llu most_completions=%llu",
+                 " errors=%llu most_completions=%llu reads=%llu",
                  (int)getpid(), queue_pairs, queues, memories, (unsigned long long)context->registered_bytes, context->domains,
                  context->channels, (unsigned long long)c->sends, (unsigned long long)c->receives, (unsigned long long)c->bytes,
                  (unsigned long long)c->placed_bytes, (unsigned long long)c->rnr, (unsigned long long)c->overruns,
                  (unsigned long long)c->queue_full, (unsigned long long)c->refused_hellos, (unsigned long long)c->unmapped,
-                 (unsigned long long)c->errors, (unsigned long long)c->most_completions);
+                 (unsigned long long)c->errors, (unsigned long long)c->most_completions, (unsigned long long)c->reads);
     } else if (!strcmp(order, "queue_pairs")) {
         size_t used = 0;
         reply[0] = 0;

@@ -144,6 +144,15 @@ class Fabric:
         """Of what the device sends; 0: no limit."""
         self._set(address, "bytes_per_s", bytes_per_s)
 
+    @contextlib.contextmanager
+    def reads_held(self, address: str) -> Iterator[None]:
+        """The device answers no RDMA read meanwhile."""
+        self._set(address, "reads_held", 1)
+        try:
+            yield
+        finally:
+            self._set(address, "reads_held", 0)
+
     def fail_registration(self, address: str, error: int = errno.ENOMEM) -> None:
         """0: registrations succeed again. The same for the next two."""
         self._set(address, "registration", error)
@@ -181,8 +190,9 @@ class Fabric:
 
     def counts(self, address: str, pid: int | None = None) -> dict[str, int]:
         """Sums over the processes that have opened the device, or of one process: objects that exist, and ``rnr`` (a
-        message found no receive posted), ``overruns`` (of completion queues), ``queue_full`` (post_send said ENOMEM),
-        ``refused_hellos`` (the ends were told different things), ``unmapped`` (registered memory that has gone)."""
+        message found no receive posted), ``reads`` (that it has answered), ``overruns`` (of completion queues),
+        ``queue_full`` (post_send said ENOMEM), ``refused_hellos`` (the ends were told different things), ``unmapped``
+        (registered memory that has gone)."""
         sums: dict[str, int] = {}
         for reply in self._order("counts", address):
             found = {name: int(value) for name, value in (pair.split("=") for pair in reply.split())}
