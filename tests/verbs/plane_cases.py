@@ -571,6 +571,54 @@ def a_fence_waits_for_the_read_too() -> None:
     close(a, b)
 
 
+def targets(node: Node, *found: tuple[int, int]) -> None:
+    node.command(lambda cookie: node.plane.set_flush_targets(0, 0, list(found), cookie))
+
+
+@stand_in_case
+def what_is_read_changes_once_nothing_reads_what_was_before() -> None:
+    a, b, remote = pair()
+    content, verbs = fill(a), fabric()
+    keys = [b.plane.register_memory(0, b.regions[0].base + at, 64, flush=True) for at in (0, 8192)]
+    connected = connect(a, b)
+    blocks = scattered(remote, count=8)
+    assert a.result(a.direct(blocks)) is Result.OK
+    before = verbs.counts(B0)["reads"]
+    assert before == 0
+    b.plane.open_flush(0, 0)
+    targets(b, (b.regions[0].base, keys[0][2]))
+    with verbs.reads_held(B0):
+        transfer = a.direct(blocks)
+        time.sleep(0.1)
+        b.plane.set_flush_targets(0, 0, [(b.regions[0].base + 8192, keys[1][2])], 900)
+        b.plane.set_flush_targets(0, 0, [], 901)
+        time.sleep(0.1)
+        b.pump()
+        assert not [event for event in b.events if event[0] == plane.COMMAND_DONE]
+    assert {b.wait(plane.COMMAND_DONE)[2] for _ in range(2)} == {900, 901}
+    for key, *_ in keys:
+        b.plane.deregister_memory(key)
+    assert a.result(transfer) is Result.OK
+    after = verbs.counts(B0)["reads"]
+    assert after > 0
+    assert a.result(a.direct(blocks)) is Result.OK
+    assert verbs.counts(B0)["reads"] == after
+    check(b, content, blocks)
+
+    targets(b, (b.regions[0].base, 0xBAD))  # nothing that was written there could be made sure of
+    lost = a.direct(blocks)
+    event = b.wait(plane.RECEIVER_LOST)
+    assert event[2:4] == (connected.receiver, errno.ENOTCONN), event
+    targets(b)
+    a.plane.close_sender(0, connected.sender)
+    a.wait(plane.SENDER_LOST)
+    fence(a, b, connected)
+    connect(a, b, epoch=2)
+    assert a.result(lost) is Result.OK
+    assert verbs.counts(B0)["reads"] == after
+    close(a, b)
+
+
 @stand_in_case
 def queue_pairs_are_killed_under_traffic_and_nothing_is_lost_wrong_or_late() -> None:
     """Each transfer has a place of its own at the receiver, which is overwritten once it is done: late bytes show."""
