@@ -2,6 +2,7 @@
  * finds it. Any thread; the first call loads the library for good. */
 #define _GNU_SOURCE
 #include "verbs_api.h"
+
 #include "atomics.h"
 
 #ifdef RR_HAVE_VERBS
