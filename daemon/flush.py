@@ -96,24 +96,26 @@ class Flush:
         regions, old = self._regions.get(gpu, {}), self._keys.get(gpu)
         if old is not None and old.region in regions:
             return
-        failure: RelayError | None = None
+        made: _Key | None = None
+        refused: RelayError | None = None
         for region, place in list(regions.items()):
             try:
-                self._keys[gpu] = await self._new(gpu, region, place)
-            except RelayError as refused:
-                failure = refused
+                made = await self._new(gpu, region, place)
+            except RelayError as failure:
+                refused = failure
             else:
-                failure = None
                 break
-        if not regions:
+        if not regions:  # or not any more
             self._regions.pop(gpu, None)
             self._keys.pop(gpu, None)
-        if failure is not None and old is not None:
-            self._ctx.state.error(failure.code, f"{failure.text}; its predecessor keeps memory of {gpu}")
-        elif failure is not None:
-            failures.append(failure)
-        elif old is not None:
-            self._retired.append(old)
+            self._retired += [key for key in (old, made) if key is not None]
+        elif made is not None:
+            self._keys[gpu] = made
+            self._retired += [old] if old is not None else []
+        elif refused is not None and old is not None:
+            self._ctx.state.error(refused.code, f"{refused.text}; its predecessor keeps memory of {gpu}")
+        elif refused is not None:
+            failures.append(refused)
 
     async def _new(self, gpu: str, region: Keys, place: Place) -> _Key:
         if gpu not in self._keys and len(self._keys) == MAX_FLUSH_TARGETS:
