@@ -295,7 +295,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "verbs.min_rnr_timer": (0, 31),
     "verbs.traffic_class": (0, 255),
     "verbs.service_level": (0, 15),
-    "verbs.sq_depth": (64, 32768),
+    "verbs.sq_depth": (128, 32768),
     "verbs.signal_every": (1, 1024),
     "verbs.probe_s": (0.05, 600),
     "data.spin_us": (-1, 1_000_000),

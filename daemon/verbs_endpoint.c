@@ -105,12 +105,16 @@ static int take_cq(struct verbs_port *port, uint32_t entries, char *error)
         port->room[i] -= entries;
         return (int)i;
     }
-    uint32_t size = (uint32_t)device->limits.max_cqe < CQ_ENTRIES ? (uint32_t)device->limits.max_cqe : CQ_ENTRIES;
-    if (size < entries || port->cq_count == CQS_MAX) {
+    uint32_t most = (uint32_t)device->limits.max_cqe < CQ_ENTRIES ? (uint32_t)device->limits.max_cqe : CQ_ENTRIES;
+    if (most < entries || port->cq_count == CQS_MAX) {
         snprintf(error, RR_VERBS_ERROR_BYTES,
-                 "device %s: no room for %u completions (%u queues of %u, max_cqe %d): fewer peers, or a smaller sq_depth", device->name, entries, port->cq_count, size, device->limits.max_cqe);
+                 "device %s: no room for %u completions (%u queues, max_cqe %d): fewer peers, or a smaller sq_depth", device->name, entries, port->cq_count, device->limits.max_cqe);
         return -ENOSPC;
     }
+    uint32_t size = CQ_ENTRIES_FIRST; /* small at first: a rail that takes over for another waits for it */
+    for (uint32_t i = 0; i < port->cq_count && size < most; i++) size *= 2;
+    while (size < entries) size *= 2;
+    if (size > most) size = most;
     struct ibv_cq *cq = rr_ibv.create_cq(device->context, (int)size, NULL, port->channel, 0);
     if (!cq) {
         int status = errno ? errno : ENOMEM;
@@ -280,6 +284,7 @@ void verbs_run_drop(struct rr_rail *rail, struct rr_command *command)
     if (!c || c->role == SENDER || c->role == RECEIVER || c->port->flush == c) return;
     if (c->role == PROBE && c->probe_cookie)
         rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)c->probe_cookie, IBV_WC_WR_FLUSH_ERR, 0, 0, 0);
+    verbs_unlink(c); /* an event of its queue pair may have put it on a list */
     verbs_destroy(c);
 }
 

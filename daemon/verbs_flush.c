@@ -81,13 +81,15 @@ void verbs_flush_failed(struct rr_connection *flush)
 {
     struct verbs_port *port = flush->port;
     struct verbs_nic *nic = flush->nic;
-    port->flush = NULL;
-    answer_orders(port, nic->base.rail);
-    for (struct rr_connection *c = nic->connections; c; c = c->next) {
-        if (c->role != RECEIVER || c->port != port) continue;
-        if (port->flush_needed) verbs_lose(&nic->base, c, ENOTCONN);
-        c->due_flushed = c->flush_mark = c->due_pushed;
-        verbs_touch(c);
+    if (port->flush == flush) { /* and not one that failed before it was adopted */
+        port->flush = NULL;
+        answer_orders(port, nic->base.rail);
+        for (struct rr_connection *c = nic->connections; c; c = c->next) {
+            if (c->role != RECEIVER || c->port != port) continue;
+            if (port->flush_needed) verbs_lose(&nic->base, c, ENOTCONN);
+            c->due_flushed = c->flush_mark = c->due_pushed;
+            verbs_touch(c);
+        }
     }
     verbs_unlink(flush);
     verbs_destroy(flush);
@@ -102,6 +104,7 @@ static void run_adopt_flush(struct rr_rail *rail, struct rr_command *command)
     struct verbs_port *port = nic->ports[command->b];
     if (!c) return;
     if (port->flush) { /* somebody was faster */
+        verbs_unlink(c);
         verbs_destroy(c);
         return;
     }

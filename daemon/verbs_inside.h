@@ -23,7 +23,8 @@
 #define WR_BYTES_MAX 262144u    /* of one work request */
 #define SGE_MAX 16u
 #define WC_BATCH 32u
-#define CQ_ENTRIES 65536u       /* of one completion queue, if the device has so many; more queues when it is full */
+#define CQ_ENTRIES_FIRST 4096u  /* of the first completion queue; each further one has twice as many */
+#define CQ_ENTRIES 65536u       /* at most, if the device has so many */
 #define CQS_MAX 32u
 #define ENDPOINTS_MAX 16384u
 #define MESSAGE_BYTES 256u

@@ -64,7 +64,9 @@ static uint32_t check(struct rr_connection *c, const struct rr_work *work)
 {
     struct rr_plane *plane = c->nic->base.rail->plane;
     if (rr_aborted_by_peer(plane, work->peer, work->owner, work->tag)) return RR_ABORTED;
-    if (!lkey_of(c, work, 0)) return RR_BAD_REGION;
+    /* All of them: one without a key would fail the queue pair, which serves all clients. */
+    for (uint32_t piece = 0; piece < (work->source->is_lane ? 1 : work->piece_count); piece++)
+        if (!lkey_of(c, work, piece)) return RR_BAD_REGION;
     return resolve(c, work, 0);
 }
 

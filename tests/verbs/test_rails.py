@@ -137,7 +137,7 @@ def test_a_rail_whose_port_goes_down_is_taken_over_and_comes_back(
     taken = re.search(r"connected through rail1 ([\d.]+) ms after", prefill.log)
     assert taken is not None, prefill.log
     print(f"taken over within {taken[1]} ms")
-    assert float(taken[1]) < (3000 if rail_devices.real() else 100)  # emulated, and beside the engines of this test
+    assert float(taken[1]) < 3000  # a few ms, unless the machine is emulated or loaded
 
 
 @stand_in_only
