@@ -49,7 +49,9 @@ class Link(asyncio.Protocol):
     def __init__(self, report: Report, ids: itertools.count[int] | None = None) -> None:
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self.address = "?"
-        self.handlers: Handlers = {}
+        self._handlers: Handlers = {}
+        self._answered = False
+        self._holds = False
         self._report = report
         self._ids = ids or itertools.count(1)
         self._transport: asyncio.Transport | None = None
@@ -59,6 +61,17 @@ class Link(asyncio.Protocol):
         self._heard = False
         self._pinging: asyncio.Task[None] | None = None
         self._reason = ""
+
+    @property
+    def handlers(self) -> Handlers:
+        """What the other end sends after its first answer waits, unread, until there are any."""
+        return self._handlers
+
+    @handlers.setter
+    def handlers(self, handlers: Handlers) -> None:
+        self._handlers = handlers
+        if self._holds:
+            asyncio.get_running_loop().call_soon(self._read_on)  # not before the caller is ready for them
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -138,6 +151,16 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard = True
         self._received += data
+        if not self._holds:
+            self._parse()
+
+    def _read_on(self) -> None:
+        self._holds = False
+        if self._transport is not None and not self._reason:
+            self._transport.resume_reading()
+            self._parse()
+
+    def _parse(self) -> None:
         prefix = protocol.LENGTH_PREFIX
         at = 0
         while not self._reason and len(self._received) - at >= prefix.size:
@@ -147,12 +170,18 @@ class Link(asyncio.Protocol):
                 return
             if len(self._received) - at - prefix.size < length:
                 break
-            at += prefix.size + length
+            start = at + prefix.size
             try:
-                message = protocol.peer_message(bytes(self._received[at - length : at]))
+                message = protocol.peer_message(bytes(self._received[start : start + length]))
             except msgspec.MsgspecError as failure:
                 self.violate(f"not a message ({failure})")
                 return
+            if self._answered and not self._handlers and not isinstance(message, (*_REPLIES, protocol.Ping)):
+                self._holds = True
+                if self._transport is not None:
+                    self._transport.pause_reading()
+                break
+            at = start + length
             self._take(message)
         del self._received[:at]
 
@@ -161,6 +190,7 @@ class Link(asyncio.Protocol):
             future = self._pending.get(message.id)
             if future is not None and not future.done():  # else its waiter has given up
                 future.set_result(message)
+                self._answered = True
             return
         if isinstance(message, protocol.Ping):
             self.send(protocol.PeerDone(message.id))

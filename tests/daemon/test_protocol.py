@@ -169,3 +169,22 @@ def test_peer_that_answers_no_ping_is_closed() -> None:
         assert "silent" in await wire.link.closed
 
     on_wire(scenario)
+
+
+def test_what_comes_right_behind_the_first_answer_waits_for_handlers() -> None:
+    async def scenario(wire: Wire) -> None:
+        seen: list[protocol.PeerMessage] = []
+        asked = asyncio.create_task(wire.link.request(protocol.Ping(1), protocol.PeerDone, 5))
+        await wire.receive()
+        messages = [protocol.PeerDone(1), *(protocol.PeerRegionGone(number, 7) for number in range(2, 50))]
+        packets = [protocol.encode(message) for message in messages]
+        wire.writer.write(b"".join(protocol.LENGTH_PREFIX.pack(len(packet)) + packet for packet in packets))
+        await asked
+        await wire.send(protocol.PeerRegionGone(50, 7))
+        wire.link.handlers = {protocol.PeerRegionGone: seen.append}
+        assert seen == []  # not before who sets them goes on
+        await wire.send(protocol.Ping(99))
+        assert await wire.receive() == protocol.PeerDone(99)
+        assert seen == [*messages[1:], protocol.PeerRegionGone(50, 7)]
+
+    on_wire(scenario)
