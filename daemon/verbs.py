@@ -8,6 +8,7 @@ registered is deregistered only after its last use, and before its mapping goes:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import os
@@ -161,7 +162,8 @@ class Verbs:
                     )
                     keys.ids.append(number)
             except OSError as failure:
-                self._deregister(keys)
+                with contextlib.suppress(OSError):
+                    self._deregister(keys)
                 raise RelayError(
                     ErrorCode.NO_MEMORY, self._refused(rail, what, nbytes, dmabuf_fd >= 0, failure)
                 ) from None
@@ -174,13 +176,22 @@ class Verbs:
         """Nothing uses it any more, or may. Idempotent."""
         if keys.work is not None:
             await asyncio.wait([keys.work])
-        if keys.ids:
-            await asyncio.shield(self._begin(lambda: self._deregister(keys)))
-        keys.close()
+        try:
+            if keys.ids:
+                await asyncio.shield(self._begin(lambda: self._deregister(keys)))
+        finally:
+            keys.close()
 
     def _deregister(self, keys: Keys) -> None:
+        """All of them, also if one fails. OSError: the first failure."""
+        failures = list[OSError]()
         while keys.ids:
-            self._plane.deregister_memory(keys.ids.pop())
+            try:
+                self._plane.deregister_memory(keys.ids.pop())
+            except OSError as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def _refused(self, rail: int, what: str, nbytes: int, dmabuf: bool, failure: OSError) -> str:
         """Which limit it was, and what to do."""
