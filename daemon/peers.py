@@ -439,10 +439,16 @@ class Peers:
     ) -> tuple[int, int]:
         """(connection as the receiver numbers it, endpoint here), both ends ready. RelayError."""
         nics = self._ctx.verbs
-        endpoint, own = await nics.open(rail, pair.here, sending=True)
+        try:
+            endpoint, own = await nics.open(rail, pair.here, sending=True)
+        except RelayError:
+            self._takeover.suspect(peer, pair)
+            raise
         try:
             token = await self.ask(peer, lambda n: request(n, own), protocol.RailToken, timeout_s)
-        except BaseException:
+        except BaseException as failure:
+            if isinstance(failure, PeerRefused) and failure.code is ErrorCode.RAIL_DOWN:  # its end failed
+                self._takeover.suspect(peer, pair)
             nics.drop(endpoint)
             raise
         try:

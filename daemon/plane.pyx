@@ -251,7 +251,10 @@ cdef class DataPlane:
 
     def verbs_facts(self, uint32_t rail):
         cdef rr_verbs_facts facts
-        check(rr_read_verbs_facts(self.plane, rail, &facts))
+        cdef int status
+        with nogil:
+            status = rr_read_verbs_facts(self.plane, rail, &facts)
+        check(status)
         return {
             "gid": <bytes> (<const char *> facts.gid)[:16], "lid": facts.lid, "mtu": facts.mtu_bytes, "up": bool(facts.port_up),
             "ethernet": bool(facts.ethernet), "max_sge": facts.max_sge, "max_qp_wr": facts.max_qp_wr, "max_cqe": facts.max_cqe,

@@ -130,7 +130,11 @@ class Verbs:
         self._work: set[asyncio.Future[None]] = set()
         self._gpus = {rail: _gpu_of(rail, config.rail[rail]) for rail in ports}
         for rail, port in ports.items():
-            found = self.facts(rail)
+            try:
+                found = self.facts(rail)
+            except OSError as failure:
+                where = f"device {port.device!r} port {port.port_number}"
+                raise ConfigError(f"rail[{rail}]: {where}: {failure.strerror}") from None
             address = facts[rail].address or port.address or address_of(found.gid)
             facts[rail] = msgspec.structs.replace(facts[rail], address=address, up=found.up)
 
@@ -138,6 +142,7 @@ class Verbs:
         return bool(self.ports)
 
     def facts(self, rail: int) -> Facts:
+        """Asks the device. OSError."""
         return Facts(**self._plane.verbs_facts(rail))
 
     def gpu(self, rail: int) -> str:
@@ -195,7 +200,9 @@ class Verbs:
 
     def _refused(self, rail: int, what: str, nbytes: int, dmabuf: bool, failure: OSError) -> str:
         """Which limit it was, and what to do."""
-        device, most = self.ports[rail].device, self.facts(rail).max_mr_size
+        device, most = self.ports[rail].device, 0
+        with contextlib.suppress(OSError):
+            most = self.facts(rail).max_mr_size
         text = f"{what} ({nbytes} bytes) cannot be registered with {device}: {failure.strerror}"
         if most and nbytes > most:
             return f"{text}; the device takes at most {most} bytes (max_mr_size): register smaller regions"
@@ -217,15 +224,21 @@ class Verbs:
     async def open(self, rail: int, through: int, *, sending: bool) -> tuple[int, Endpoint]:
         """(number of the endpoint, what the other end is told of it): a queue pair of ``rail`` on the device of
         ``through``. RelayError RAIL_DOWN."""
-        facts = self.facts(through)
-        number, qpn, psn = await self._call(
-            rail, through, lambda: self._plane.new_endpoint(rail, through, sending=sending), self._drop_first
-        )
+
+        def work() -> tuple[int, int, int, Facts]:
+            facts = self.facts(through)
+            return *self._plane.new_endpoint(rail, through, sending=sending), facts
+
+        def undo(made: list[tuple[int, int, int, Facts]]) -> None:
+            for number, *_ in made:
+                self.drop(number)
+
+        number, qpn, psn, facts = await self._call(rail, through, work, undo)
         return number, Endpoint(through, facts.gid, facts.lid, qpn, psn, facts.mtu)
 
     async def connect(self, rail: int, number: int, through: int, remote: Endpoint) -> None:
         """From here on the other end may send, or be sent to. RelayError RAIL_DOWN; the endpoint is dropped then."""
-        verbs, own = self._config.verbs, self.facts(through)
+        verbs = self._config.verbs
 
         def work() -> None:
             self._plane.connect_endpoint(
@@ -234,7 +247,7 @@ class Verbs:
                 qpn=remote.qpn,
                 psn=remote.psn,
                 lid=remote.lid,
-                mtu=min(own.mtu, remote.mtu),
+                mtu=min(self.facts(through).mtu, remote.mtu),
                 remote_through=remote.through,
                 timeout=verbs.timeout,
                 retry_count=verbs.retry_count,
@@ -270,11 +283,8 @@ class Verbs:
         """Of an endpoint that the data plane was not given as a sender or receiver."""
         self._plane.drop_endpoint(number)
 
-    def _drop_first(self, made: tuple[int, int, int]) -> None:
-        self.drop(made[0])
-
-    async def _call(self, rail: int, through: int, call: Callable[[], T], undo: Callable[[T], None]) -> T:
-        """``undo`` if the waiter is cancelled meanwhile."""
+    async def _call(self, rail: int, through: int, call: Callable[[], T], undo: Callable[[list[T]], None]) -> T:
+        """``undo`` if the waiter is cancelled meanwhile, once the call has ended: of what it made, if anything."""
         made: list[T] = []
         work = self._begin(lambda: made.append(call()))
         try:
@@ -286,7 +296,7 @@ class Verbs:
                 f"rail {rail}: queue pair on {self.ports[through].device}{how}: {failure.strerror or failure}",
             ) from None
         except asyncio.CancelledError:
-            work.add_done_callback(lambda done: undo(made[0]) if not done.exception() else None)
+            work.add_done_callback(lambda _: undo(made))
             raise
         return made[0]
 
