@@ -2,8 +2,8 @@
 thread only.
 
 The own devices carry while both ports are up and nothing speaks against it; else the next pair of rails that both nodes
-have. A pair on which a queue pair could not be connected, or broke because the other end was not reached, is suspect
-although its ports are up. What was taken over goes back once a probe over the rail's own devices has passed."""
+have. A pair on which a queue pair could not be made or connected, or broke because the other end was not reached, is
+suspect although its ports are up. What was taken over goes back once a probe over the rail's own devices has passed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class Takeover:
         return not peer.gone and here.nic == there.nic == "verbs" and here.up and there.up
 
     def suspect(self, peer: Peer, pair: Pair) -> None:
-        self._suspects.setdefault(peer.row, set()).add(pair)
+        if not peer.gone:  # else its row may be another's already
+            self._suspects.setdefault(peer.row, set()).add(pair)
 
     def lost(self, peer: Peer, rail: int, remote_rail: int) -> None:
         """What carried it has gone; of several events before the next connection the first counts."""
@@ -112,11 +113,11 @@ class Takeover:
                 continue
             log.info("rail %s to %s: its probe has passed, it is back", identity, peer.session)
             break
-        give_back = self._returning.pop((peer.row, own), [])
-        if not peer.gone:
-            self._suspects.get(peer.row, set()).discard(own)
-            for one in give_back:
-                one()
+        if peer.gone:  # what is kept under its row may be another peer's
+            return
+        self._suspects.get(peer.row, set()).discard(own)
+        for one in self._returning.pop((peer.row, own), []):
+            one()
 
     def forget(self, peer: Peer) -> None:
         """It is gone, and its row will be another's."""
