@@ -19,29 +19,36 @@ TEXT_BYTES: Final = 4096
 
 async def export(fd: int, nbytes: int, gpu: str) -> int:
     """A dma-buf descriptor of VMM memory of the GPU with this UUID. RelayError."""
-    kept = os.dup(fd)  # it may be closed meanwhile
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    text, exported = "", -1
     try:
-        ours.setblocking(False)
-        command = [sys.executable, "-P", "-m", "railrelay.daemon.dmabuf", str(kept), str(nbytes), gpu]
-        process = await asyncio.create_subprocess_exec(
-            *command, str(theirs.fileno()), stdin=asyncio.subprocess.DEVNULL, pass_fds=(kept, theirs.fileno())
-        )
-        theirs.close()
-        try:
-            async with asyncio.timeout(EXPORT_S):
-                await _readable(ours)
-            text, exported = _received(ours)
-        except TimeoutError:
-            text, exported = f"no answer within {EXPORT_S:g} s", -1
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await asyncio.shield(process.wait())
-    finally:
-        os.close(kept)
-        ours.close()
-        theirs.close()
+        with contextlib.ExitStack() as held:
+            kept = os.dup(fd)  # it may be closed meanwhile
+            held.callback(os.close, kept)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            held.callback(ours.close)
+            held.callback(theirs.close)
+            ours.setblocking(False)
+            command = [sys.executable, "-P", "-m", "railrelay.daemon.dmabuf", str(kept), str(nbytes), gpu]
+            process = await asyncio.create_subprocess_exec(
+                *command, str(theirs.fileno()), stdin=asyncio.subprocess.DEVNULL, pass_fds=(kept, theirs.fileno())
+            )
+            theirs.close()
+            try:
+                async with asyncio.timeout(EXPORT_S):
+                    await _readable(ours)
+                text, exported = _received(ours)
+            except TimeoutError:
+                text = f"no answer within {EXPORT_S:g} s"
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await asyncio.shield(process.wait())
+    except OSError as failure:
+        text = str(failure)
+    except BaseException:
+        if exported >= 0:
+            os.close(exported)
+        raise
     if exported < 0:
         text = text or "its helper process has ended"
         raise RelayError(ErrorCode.NO_MEMORY, f"relay memory of {gpu}: no dma-buf: {text}")
