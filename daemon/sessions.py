@@ -190,9 +190,11 @@ class Sessions:
     async def _pay(self, session: Session, link: Link, debt: Debt) -> None:
         """The sender has asked for nothing over this connection yet."""
         reply = protocol.PeerDone if debt[0] == "gone" else protocol.PeerAborted
+        owed = session.owed.get(debt)
+        if owed is None:  # the region was closed meanwhile
+            return
         with contextlib.suppress(RelayError):
-            request = session.owed[debt](link.new_id())
-            await link.request(request, reply, self._ctx.config.timeouts.peer_s)
+            await link.request(owed(link.new_id()), reply, self._ctx.config.timeouts.peer_s)
             session.owed.pop(debt, None)
 
     def _link_lost(self, session: Session, link: Link) -> None:
