@@ -1,0 +1,394 @@
+"""Connecting to peers, takeover and registration where something fails: parts of the daemon over a fake data plane."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import pytest
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.client.protocol import Endpoint, RailFacts
+from railrelay.daemon import config, dmabuf
+from railrelay.daemon.commands import Commands
+from railrelay.daemon.context import Context
+from railrelay.daemon.link import Link
+from railrelay.daemon.peers import Peer, Peers, Sender
+from railrelay.daemon.sessions import Session, Sessions
+from railrelay.daemon.takeover import Pair, Takeover
+from railrelay.daemon.verbs import Keys, RailPort, Verbs
+
+if TYPE_CHECKING:
+    from railrelay.daemon.client import Client
+    from railrelay.daemon.flush import Flush
+    from railrelay.daemon.rails import Rails
+
+TIME_LIMIT_S = 10
+LOADED = config.parse('[[rail]]\nnic = "verbs"\n[[rail]]\nnic = "verbs"\n[verbs]\nprobe_s = 0.05\n')
+PORTS = {number: RailPort(f"mlx5_{number}", 1, 3, "") for number in range(2)}
+REMOTE = Endpoint(0, bytes(16), 0, 1, 1, 1024)
+
+
+def rail_facts() -> list[RailFacts]:
+    return [RailFacts(f"rail{number}", "verbs", f"10.0.0.{number + 1}", 0) for number in range(2)]
+
+
+class Plane:
+    """Answers each command of a rail at once. ``broken``: devices that cannot be asked."""
+
+    def __init__(self) -> None:
+        self.commands = Commands(1)
+        self.broken: set[int] = set()
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+        self.made: set[int] = set()
+        self.on_connect: Callable[[], None] = lambda: None
+
+    def verbs_facts(self, rail: int) -> dict[str, object]:
+        if rail in self.broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return {
+            "gid": bytes(10) + b"\xff\xff" + bytes([10, 0, 0, rail + 1]),
+            "lid": 0,
+            "mtu": 4096,
+            "up": True,
+            "ethernet": True,
+            "max_sge": 30,
+            "max_qp_wr": 8192,
+            "max_cqe": 65536,
+            "max_mr_size": 1 << 40,
+        }
+
+    def new_endpoint(self, _rail: int, _through: int, *, sending: bool) -> tuple[int, int, int]:
+        assert sending
+        number = len(self.calls) + 1
+        self.made.add(number)
+        self.calls.append(("new_endpoint", (number,)))
+        return number, 1, 1
+
+    def connect_endpoint(self, _number: int, **_route: object) -> None:
+        self.on_connect()
+
+    def drop_endpoint(self, number: int) -> None:
+        self.made.discard(number)
+
+    def deregister_memory(self, key: int) -> None:
+        self.calls.append(("deregister_memory", (key,)))
+        if key == 2:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def drain_handle(self, *arguments: int) -> None:
+        self.calls.append(("drain_handle", arguments[:-1]))
+        asyncio.get_running_loop().call_soon(self.commands.answered, arguments[-1], 0)
+
+    def drop_peer(self, *arguments: int) -> None:
+        asyncio.get_running_loop().call_soon(self.commands.answered, arguments[-1], 0)
+
+    def add_peer(self, row: int, rails: int) -> None:
+        self.calls.append(("add_peer", (row, rails)))
+
+    def add_sender(self, *arguments: object) -> None:
+        self.calls.append(("add_sender", arguments))
+
+
+class State:
+    """Keeps error records and ignores the rest."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def error(self, _code: ErrorCode, text: str, *, key: str = "") -> None:
+        self.errors.append(key + text)
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class Node:
+    def __init__(self) -> None:
+        self.plane, self.state, facts = Plane(), State(), rail_facts()
+        plane, state, unused = cast("Any", self.plane), cast("Any", self.state), cast("Any", None)
+        self.verbs = Verbs(LOADED, plane, self.plane.commands, facts, PORTS)
+        self.ctx = Context(LOADED, unused, 1, "here:1", facts, state, plane, self.plane.commands, unused, self.verbs)
+
+
+def on_node(scenario: Callable[[Node], Coroutine[None, None, None]]) -> None:
+    """Runs ``scenario(node)`` in a loop of its own, within TIME_LIMIT_S."""
+
+    async def run() -> None:
+        node = Node()
+        try:
+            async with asyncio.timeout(TIME_LIMIT_S):
+                await scenario(node)
+        finally:
+            await node.ctx.close_tasks()
+
+    asyncio.run(run())
+
+
+async def until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(0.001)
+
+
+# ---- a peer that is a bare TCP connection ----
+
+
+class User:
+    """A client that uses the peer."""
+
+    def __init__(self) -> None:
+        self.remotes: dict[int, object] = {}
+
+
+class Receiver:
+    """Writes ``behind`` in one packet with Welcome. Its devices are all there but those of the rails ``broken``."""
+
+    def __init__(self, behind: protocol.PeerMessage | None = None, broken: int = -1) -> None:
+        self.behind, self.broken = behind, broken
+        self.told: list[protocol.PeerMessage] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        prefix = protocol.LENGTH_PREFIX
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (length,) = prefix.unpack(await reader.readexactly(prefix.size))
+                packets = map(protocol.encode, self.answers(protocol.peer_message(await reader.readexactly(length))))
+                writer.write(b"".join(prefix.pack(len(packet)) + packet for packet in packets))
+        writer.close()
+
+    def answers(self, message: protocol.PeerMessage) -> list[protocol.PeerMessage]:
+        if isinstance(message, protocol.Hello):
+            welcome = protocol.Welcome(message.id, 7, 0, rail_facts())
+            return [welcome] if self.behind is None else [welcome, self.behind]
+        self.told.append(message)
+        if isinstance(message, protocol.RailConnect):
+            if message.through == self.broken:
+                return [protocol.Refused(message.id, ErrorCode.RAIL_DOWN, "no queue pair")]
+            return [protocol.RailToken(message.id, 11, b"", msgspec.structs.replace(REMOTE, through=message.through))]
+        return []
+
+
+@contextlib.asynccontextmanager
+async def connected(node: Node, receiver: Receiver) -> AsyncIterator[tuple[Peers, Peer]]:
+    server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    peers = Peers(node.ctx, lambda _peer, _message: None)
+    try:
+        yield peers, await peers.connect(cast("Client", User()), f"{host}:{port}", TIME_LIMIT_S)
+    finally:
+        peers.close()
+        server.close()
+
+
+def test_debt_right_behind_welcome_is_taken_and_confirmed() -> None:
+    async def scenario(node: Node) -> None:
+        receiver = Receiver(protocol.PeerRegionGone(9, 5))
+        async with connected(node, receiver) as (_, peer):
+            await until(lambda: bool(receiver.told))
+            assert receiver.told == [protocol.PeerDone(9)]
+            assert ("drain_handle", (peer.row, 5)) in node.plane.calls
+            assert peer.connected
+        assert node.state.errors == []
+
+    on_node(scenario)
+
+
+def test_port_that_goes_down_right_behind_welcome_is_down() -> None:
+    async def scenario(node: Node) -> None:
+        async with connected(node, Receiver(protocol.RailState(1, up=False))) as (_, peer):
+            await until(lambda: not peer.rails[1].up)
+            assert peer.rails[0].up
+            assert peer.connected
+        assert node.state.errors == []
+
+    on_node(scenario)
+
+
+@pytest.mark.parametrize("end", ["here", "there"])
+def test_rail_on_whose_device_no_queue_pair_can_be_made_is_taken_over(end: str) -> None:
+    async def scenario(node: Node) -> None:
+        receiver = Receiver(broken=0 if end == "there" else -1)
+        if end == "here":
+            node.plane.broken.add(0)
+        async with connected(node, receiver) as (peers, peer):
+            peers.connect_wanted(0, peer.row, 0, False, 1)
+            await until(lambda: any(name == "add_sender" for name, _ in node.plane.calls))
+            asked = [message.through for message in receiver.told if isinstance(message, protocol.RailConnect)]
+            assert asked == ([1] if end == "here" else [0, 1])
+            assert len(node.plane.made) == 1
+        assert len(node.state.errors) == 2  # why, and that rail 1 has taken over
+
+    on_node(scenario)
+
+
+# ---- takeover ----
+
+
+def sender_of(peer: Peer) -> Sender:
+    """Of rail 0, which rail 1 has taken over."""
+    return Sender(peer, 0, 0, 11, Pair(1, 1))
+
+
+def test_peer_that_goes_while_its_readmission_sleeps_takes_nothing_from_the_next() -> None:
+    async def scenario(node: Node) -> None:
+        probed, given_back = list[Peer](), list[str]()
+
+        async def probe(peer: Peer, _rail: int, _remote_rail: int) -> None:
+            probed.append(peer)
+
+        takeover = Takeover(node.ctx, probe)
+        gone, following = (Peer(0, name, rails=rail_facts(), local_rails=[0, 1]) for name in ("gone", "following"))
+        takeover.carries(gone, sender_of(gone), lambda: given_back.append("gone"))
+        await asyncio.sleep(0)
+        gone.gone = True
+        takeover.forget(gone)
+        takeover.suspect(gone, Pair(0, 0))
+        assert takeover.choose(following, 0, 0) == Pair(0, 0)
+        takeover.carries(following, sender_of(following), lambda: given_back.append("following"))
+        await until(lambda: bool(given_back))
+        assert probed == [following]
+        assert given_back == ["following"]
+
+    on_node(scenario)
+
+
+# ---- verbs ----
+
+
+def test_device_that_cannot_be_asked_has_its_rail_down_and_keeps_no_endpoint() -> None:
+    async def scenario(node: Node) -> None:
+        number, _ = await node.verbs.open(0, 0, sending=True)
+        node.plane.broken.add(0)
+        with pytest.raises(RelayError, match="rail 0: queue pair on mlx5_0: Input/output error") as failure:
+            await node.verbs.connect(0, number, 0, REMOTE)
+        assert failure.value.code is ErrorCode.RAIL_DOWN
+        assert not node.plane.made
+        with pytest.raises(RelayError, match="rail 1: queue pair on mlx5_0, through rail 0") as failure:
+            await node.verbs.open(1, 0, sending=True)
+        assert failure.value.code is ErrorCode.RAIL_DOWN
+
+    on_node(scenario)
+
+
+def test_endpoint_is_dropped_when_its_connect_fails_after_the_waiter_has_gone() -> None:
+    async def scenario(node: Node) -> None:
+        began, goes_on = threading.Event(), threading.Event()
+
+        def fail() -> None:
+            began.set()
+            goes_on.wait(TIME_LIMIT_S)
+            raise OSError(errno.EIO, "Input/output error")
+
+        node.plane.on_connect = fail
+        number, _ = await node.verbs.open(0, 0, sending=True)
+        connecting = asyncio.create_task(node.verbs.connect(0, number, 0, REMOTE))
+        await until(began.is_set)
+        connecting.cancel()
+        await asyncio.wait([connecting])
+        assert node.plane.made == {number}  # the call still uses it
+        goes_on.set()
+        await until(lambda: not node.plane.made)
+
+    on_node(scenario)
+
+
+def test_registration_that_cannot_be_ended_keeps_no_other() -> None:
+    async def scenario(node: Node) -> None:
+        keys = Keys(ids=[1, 2, 3], dmabuf=os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(OSError, match="Input/output error"):
+            await node.verbs.deregister(keys)
+        assert [arguments for name, arguments in node.plane.calls if name == "deregister_memory"] == [(3,), (2,), (1,)]
+        assert keys.dmabuf == -1
+
+    on_node(scenario)
+
+
+# ---- the receiving side ----
+
+
+def test_debt_that_ends_before_it_is_paid_is_no_error() -> None:
+    async def scenario(node: Node) -> None:
+        sessions = Sessions(node.ctx, cast("Rails", None), {}, cast("Flush", None))
+        session, link = Session(0, 7, "there:1", rail_facts()), Link(node.ctx.state.error)
+        session.owed["gone", 5, 0] = lambda number: protocol.PeerRegionGone(number, 5)
+        sessions._connect(session, link)
+        session.owed.clear()  # the sender has closed the region
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        session.ended = True
+        link.close("the test ends")
+        assert node.state.errors == []
+
+    on_node(scenario)
+
+
+# ---- the dma-buf of relay memory ----
+
+
+class Exporter:
+    """A helper process that is slow to end."""
+
+    def __init__(self) -> None:
+        self.waited = asyncio.Event()
+
+    def kill(self) -> None:
+        pass
+
+    async def wait(self) -> int:
+        self.waited.set()
+        await asyncio.sleep(TIME_LIMIT_S)
+        return 0
+
+
+@pytest.mark.parametrize("missing", ["dup", "socketpair", "fork"])
+def test_export_that_cannot_begin_is_refused_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    def fail(*_arguments: object, **_options: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    place: dict[str, tuple[object, str]] = {
+        "dup": (os, "dup"),
+        "socketpair": (socket, "socketpair"),
+        "fork": (asyncio, "create_subprocess_exec"),
+    }
+
+    async def scenario(_node: Node) -> None:
+        before = os.listdir("/proc/self/fd")
+        monkeypatch.setattr(*place[missing], fail)
+        with pytest.raises(RelayError, match=r"no dma-buf: .*Too many open files") as failure:
+            await dmabuf.export(0, 4096, "GPU-0")
+        monkeypatch.undo()
+        assert failure.value.code is ErrorCode.NO_MEMORY
+        assert os.listdir("/proc/self/fd") == before
+
+    on_node(scenario)
+
+
+def test_descriptor_is_closed_if_the_waiter_goes_while_the_helper_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(_node: Node) -> None:
+        exported, helper = os.open(os.devnull, os.O_RDONLY), Exporter()
+
+        async def start(*_arguments: object, **_options: object) -> Exporter:
+            return helper
+
+        async def at_once(_end: object) -> None:
+            pass
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        monkeypatch.setattr(dmabuf, "_readable", at_once)
+        monkeypatch.setattr(dmabuf, "_received", lambda _end: ("", exported))
+        exporting = asyncio.create_task(dmabuf.export(0, 4096, "GPU-0"))
+        await helper.waited.wait()
+        exporting.cancel()
+        await asyncio.wait([exporting])
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(exported)
+
+    on_node(scenario)
