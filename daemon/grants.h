@@ -8,18 +8,29 @@
 struct rr_grants {
     struct rr_work *parked;                  /* asked for */
     struct rr_work *granted, *granted_last;  /* to be sent next */
-    uint32_t parked_count;
     uint64_t next_want;
+    uint32_t asked;                          /* not answered yet, of parked slices or given up */
+    uint32_t granted_count, given_up_count, return_count;
+    struct rr_given_up {
+        uint64_t want;
+        uint32_t owner;
+    } given_up[RR_WINDOW];                   /* asked for by slices that have ended */
     struct rr_grant returns[RR_WINDOW];      /* to be given back unused */
-    uint32_t return_count;
 };
 
-/* The caller asks for it under work->sequence. */
+/* Of all that was asked for and neither used nor given back at most RR_WINDOW: a receiver whose owner has stopped keeps wants
+ * whose slices ended long ago, and takes no more of one connection. */
+int rr_grants_may_ask(const struct rr_grants *grants);
+/* The slice waits for an answer that one for the same owner has given up; 0: there is none, it has to ask. */
+int rr_grants_inherit(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work);
+/* The caller asks for it under work->sequence; it may. */
 void rr_grants_park(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work);
 /* 0, or -1 for an answer to nothing. */
 int rr_grants_answer(struct rr_rail *rail, struct rr_grants *grants, uint64_t want, uint32_t code, const struct rr_grant *grant);
 /* The next granted slice, or NULL. */
 struct rr_work *rr_grants_next(struct rr_grants *grants);
+/* What rr_grants_next gave is not sent. */
+void rr_grants_unused(struct rr_grants *grants, const struct rr_grant *grant);
 /* Ends those of stopped transfers and of clients that leave: what was granted to them, or will be, goes back. */
 void rr_grants_purge(struct rr_rail *rail, struct rr_grants *grants);
 /* Lost: none of it was sent. */

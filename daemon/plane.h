@@ -161,6 +161,7 @@ struct rr_work {
     uint32_t transfer, generation;
     uint32_t peer, remote_rail, class_, owner, window_bytes, window_runs;
     uint32_t state;
+    uint32_t inherits; /* parked: another slice has asked */
     struct rr_grant grant;
 };
 

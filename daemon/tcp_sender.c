@@ -54,9 +54,11 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     }
     struct rr_work *work = rr_grants_next(grants);
     if (!work) {
-        work = rr_path_next(rail, c->path);
-        if (!work) return 0;
-        if (work->window_bytes && grants->parked_count == RR_WINDOW) {
+        do {
+            work = rr_path_next(rail, c->path);
+            if (!work) return 0;
+        } while (work->window_bytes && rr_grants_inherit(rail, grants, c, work));
+        if (work->window_bytes && !rr_grants_may_ask(grants)) {
             rr_path_queue(rail, work, 1);
             return 0;
         }

@@ -81,7 +81,8 @@ static struct rr_work *next_work(struct rr_rail *rail, struct rr_connection *c)
 static int ask(struct rr_connection *c, struct rr_work *work)
 {
     struct rr_rail *rail = c->nic->base.rail;
-    if (c->grants.parked_count == RR_WINDOW || !verbs_message_free(c)) {
+    if (rr_grants_inherit(rail, &c->grants, c, work)) return 1;
+    if (!rr_grants_may_ask(&c->grants) || !verbs_message_free(c)) {
         rr_path_queue(rail, work, 1);
         return 0;
     }
@@ -112,7 +113,7 @@ static int begin(struct rr_connection *c)
         rr_count(rail, RR_RAIL_WINDOW_FULL, 1);
         return 0;
     }
-    struct rr_work *work = c->grants.return_count < RR_WINDOW ? rr_grants_next(&c->grants) : NULL;
+    struct rr_work *work = rr_grants_next(&c->grants);
     if (!work) {
         work = next_work(rail, c);
         if (!work) return 0;
@@ -121,7 +122,7 @@ static int begin(struct rr_connection *c)
     uint32_t result = check(c, work);
     if (result) {
         rr_count(rail, RR_RAIL_REFUSED_FRAMES, 1);
-        if (work->window_bytes) c->grants.returns[c->grants.return_count++] = work->grant;
+        if (work->window_bytes) rr_grants_unused(&c->grants, &work->grant);
         rr_work_done(rail, work, result);
         return 1;
     }

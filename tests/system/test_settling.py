@@ -237,6 +237,34 @@ def test_a_stopped_engine_with_private_memory_holds_up_nobody_elses_transfers(pa
     blocked.wait_settled(20)
 
 
+def test_a_stopped_engine_that_transfers_are_given_up_to_holds_up_nobody_else(pair: Pair, engines: Engines) -> None:
+    """Many more of them than frames that a connection may have without an answer."""
+    slow = engines.start(pair.decode, rank=1)
+    offer = bytes.fromhex(slow.ask("memory", name="pages", nbytes=1 << 20, kind="private"))
+    links = [pair.link(destination=kind, nbytes=1 << 20) for kind in KINDS]
+    for link in links:
+        warm(link)
+    with pair.prefill.connect(name="impatient", route=Route.DIRECT) as impatient:
+        stuck, own = impatient.open(offer), memory.make(impatient, 8 * BLOCK)
+        with slow.paused():
+            for _ in range(40):  # a ring has 16 slices
+                given_up = [
+                    impatient.write(stuck, [own.address], [stuck.address], 8 * BLOCK, timeout=0.1) for _ in range(12)
+                ]
+                for transfer in given_up:
+                    with pytest.raises(TransferError):
+                        transfer.wait(20)
+            for link in links:
+                still_right(link)
+            [rail] = pair.prefill.cli("rails")["rails"]
+            assert rail["counters"]["grant_waits"] >= 300
+        for transfer in given_up:
+            transfer.wait_settled(20)
+        for link in links:
+            still_right(link)
+    assert not [error for error in pair.prefill.errors() if error["code"] == "connection_lost"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("route", Route)
 def test_after_abort_by_the_decode_side_pages_hold_what_is_written_next(nodes: Nodes, kind: Kind, route: Route) -> None:
