@@ -146,7 +146,8 @@ int verbs_on_request(struct rr_connection *c, const struct message *message)
     }
 }
 
-/* The sender writes the slot and its table by the key of this queue pair's device. */
+/* The sender writes the slot and its table by the key of this queue pair's device: never a slot that is not its own (any
+ * more), which would be somebody else's. */
 static void fill_grant(const struct rr_connection *c, struct message *message, const struct due_grant *due)
 {
     struct rr_rail *rail = c->nic->base.rail;
@@ -156,9 +157,13 @@ static void fill_grant(const struct rr_connection *c, struct message *message, c
     message->one.owner = due->owner;
     message->one.code = due->code;
     if (due->code) return;
-    if (!bouncer || !bouncer->rkeys[c->port->through]) {
-        message->one.code = bouncer ? RR_BAD_REGION : RR_REGION_GONE;
-        if (bouncer) rr_bounce_returned(&c->nic->base, due->owner, c, due->grant);
+    if (!bouncer || due->grant > bouncer->slots || bouncer->reserved_by[due->grant - 1] != c) {
+        message->one.code = RR_REGION_GONE;
+        return;
+    }
+    if (!bouncer->rkeys[c->port->through]) {
+        message->one.code = RR_BAD_REGION;
+        rr_bounce_returned(&c->nic->base, due->owner, c, due->grant);
         return;
     }
     message->grant = due->grant;
@@ -235,11 +240,22 @@ int verbs_reclaim(struct rr_nic *base, struct rr_client *client)
     return work_count;
 }
 
+/* Grants that the send queue has no room for yet: the next client with this number has slots of its own. */
+static void refuse_due_grants(struct rr_connection *c, uint32_t owner)
+{
+    for (uint32_t i = 0; i < c->due_grant_count; i++) {
+        struct due_grant *due = &c->due_grants[(c->due_grant_at + i) % RR_WINDOW];
+        if (due->owner == owner && !due->code) *due = (struct due_grant){due->want, 0, 0, RR_REGION_GONE};
+    }
+}
+
 /* Its regions were withdrawn before: no sender writes its slots any more. */
 void verbs_drop_bounces(struct rr_nic *base, struct rr_client *client)
 {
     if (!client->ports[base->rail->number].bouncer.shared) return;
     rr_bounce_drop(base, client);
+    for (struct rr_connection *c = verbs(base)->connections; c; c = c->next)
+        if (c->role == RECEIVER) refuse_due_grants(c, client->number);
     resume_fences(verbs(base));
 }
 #endif

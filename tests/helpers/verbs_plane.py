@@ -188,6 +188,15 @@ class Node:
         self.generation = 0
         self.remotes = 0
 
+    def another_client(self) -> None:
+        """Client 0 leaves, and one with the same number takes its place."""
+        self.plane.detach_client(0)
+        for _ in range(self.rails):
+            self.wait(plane.CLIENT_DETACHED)
+        self.plane.release_client(0)
+        self.client_segment.close()
+        self._client(f"/railrelay-test.{os.getpid()}.{secrets.token_hex(4)}")
+
     def area(self, name: str, structure: str) -> Area:
         return self.client_segment.area(abi.CONSTANTS[f"AREA_{name}"], structure)
 

@@ -15,6 +15,7 @@ from typing import Final
 
 import pytest
 from helpers.verbs_plane import (
+    BOUNCE_SLOTS,
     DEVICES,
     REAL,
     ROUTE,
@@ -37,6 +38,7 @@ from railrelay.daemon import plane
 
 CASES: Final[dict[str, Callable[[], None]]] = {}
 PAGE: Final = 4096
+MESSAGES: Final = 128  # on their way from one end
 A0: Final = "127.0.0.1"
 B0: Final = "127.0.0.2"
 
@@ -502,6 +504,34 @@ def what_waits_for_bounce_memory_can_be_cancelled_and_aborted() -> None:
     assert emptied(b, a, third) is Result.OK
     b.command(lambda cookie: b.plane.remove_export(2, cookie))
     assert emptied(b, a, a.direct(scattered(private, count=4))) is Result.REGION_GONE
+    close(a, b)
+
+
+@stand_in_case
+def grants_that_wait_for_the_send_queue_are_not_sent_for_another_client() -> None:
+    a, b, remote, private = private_pair()
+    fill(a)
+    connect(a, b, timeout=18)
+    verbs = fabric()
+    verbs.hold(A0, "to")
+    for number in range(MESSAGES):  # each is answered by a message of its own, and none of these arrives
+        a.direct(scattered(remote, count=1))
+        while b.counters()["frames_received"] <= number:
+            time.sleep(0.001)
+        time.sleep(0.002)
+    stuck = a.direct(scattered(private, count=BOUNCE_SLOTS))
+    time.sleep(0.1)
+    b.plane.remove_export(1, next(b.cookies))
+    b.plane.remove_export(2, next(b.cookies))
+    b.another_client()
+    b.private_region(8 << 20)
+    b.bounce()
+    export(b, 0, 3, 8 << 20)
+    third = a.open(0, 3, 8 << 20, of=None, window_bytes=SLOT_BYTES, window_runs=TABLE_ENTRIES)
+    verbs.release(A0)
+    assert a.result(stuck) is Result.REGION_GONE
+    assert emptied(b, a, a.direct(scattered(third, count=16))) is Result.OK
+    assert not [event for event in a.events if event[0] == plane.SENDER_LOST]
     close(a, b)
 
 
