@@ -7,11 +7,36 @@
 #include <stdint.h>
 #include <time.h>
 
+#define MEMORY_UNIFIED 4      /* CU_MEMORYTYPE_UNIFIED */
+#define ACCESS_ORDER_STREAM 1 /* CU_MEMCPY_SRC_ACCESS_ORDER_STREAM */
 #define SYNCHRONIZE 1u /* fill: wait for the stream after each slot */
 
 struct rd_piece {
     uint64_t source, destination;
     uint32_t bytes, reserved;
+};
+
+/* The driver's, as bare calls take them. */
+struct rg_attributes { /* CUmemcpyAttributes */
+    uint32_t source_access_order;
+    uint32_t source_hint[2], destination_hint[2];
+    uint32_t flags;
+};
+
+struct rg_2d { /* CUDA_MEMCPY2D */
+    uint64_t source_x, source_y;
+    uint32_t source_type;
+    const void *source_host;
+    uint64_t source;
+    void *source_array;
+    uint64_t source_pitch;
+    uint64_t destination_x, destination_y;
+    uint32_t destination_type;
+    void *destination_host;
+    uint64_t destination;
+    void *destination_array;
+    uint64_t destination_pitch;
+    uint64_t width, height;
 };
 
 /* Slots to fill, one after the other: pieces starts[i] to starts[i + 1] - 1 are slot i's; and the same as runs. */

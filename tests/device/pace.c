@@ -5,32 +5,8 @@
 
 #include "copies.h"
 
-#define MEMORY_UNIFIED 4
-#define ACCESS_ORDER_STREAM 1
 #define NOT_READY 600 /* CUDA_ERROR_NOT_READY */
 #define STUCK_NS 5e9
-
-struct rg_attributes { /* CUmemcpyAttributes */
-    uint32_t source_access_order;
-    uint32_t source_hint[2], destination_hint[2];
-    uint32_t flags;
-};
-
-struct rg_2d { /* CUDA_MEMCPY2D */
-    uint64_t source_x, source_y;
-    uint32_t source_type;
-    const void *source_host;
-    uint64_t source;
-    void *source_array;
-    uint64_t source_pitch;
-    uint64_t destination_x, destination_y;
-    uint32_t destination_type;
-    void *destination_host;
-    uint64_t destination;
-    void *destination_array;
-    uint64_t destination_pitch;
-    uint64_t width, height;
-};
 
 struct op_operand {
     uint32_t type;

@@ -122,6 +122,17 @@ class Copier:
 
 Make = Callable[..., Copier]
 
+COSTS: Final = {
+    "strided_ns": 2000,
+    "row_ns": 4,
+    "batched_ns": 500,
+    "kernel_ns": 4000,
+    "kernel_piece_ns": 2,
+    "engine_rate": 300,
+    "kernel_rate": 100,
+    "nic_rate": 50,
+}
+
 
 @pytest.fixture
 def make(library: ctypes.CDLL, gpu: Card) -> Iterator[Make]:
@@ -365,16 +376,7 @@ def test_without_copy_batches_pieces_are_copied_one_by_one(make: Make) -> None:
 
 def test_the_cheapest_way_that_keeps_up_is_chosen(make: Make) -> None:
     copier = make()
-    copier.set_costs(
-        strided_ns=2000,
-        row_ns=4,
-        batched_ns=500,
-        kernel_ns=4000,
-        kernel_piece_ns=2,
-        engine_rate=300,
-        kernel_rate=100,
-        nic_rate=50,
-    )
+    copier.set_costs(**COSTS)
     large = scattered([64 * KIB] * 20, 1, 256)
     small = scattered([256] * 1000, 2, 64)
     copier.copy(large)
@@ -397,16 +399,7 @@ def test_the_cheapest_way_that_keeps_up_is_chosen(make: Make) -> None:
 
 def test_the_rest_of_a_page_does_not_wait_for_a_kernel_where_the_engines_keep_up(make: Make) -> None:
     copier = make()
-    copier.set_costs(
-        strided_ns=2000,
-        row_ns=4,
-        batched_ns=500,
-        kernel_ns=4000,
-        kernel_piece_ns=2,
-        engine_rate=300,
-        kernel_rate=100,
-        nic_rate=50,
-    )
+    copier.set_costs(**COSTS)
     page, slot = 80 * 8192 + 512, 80 * 4096 + 256  # the gaps end the runs
     pages = [piece for number in (0, 1) for piece in rows(80, 4096, 8192, 4096, (number * page, number * slot))]
     cut = [*rows(2, 4096, 8192, 4096, (2 * page, 2 * slot)), (2 * page + 3 * 8192, 2 * slot + 3 * 4096, 512)]
