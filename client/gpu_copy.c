@@ -170,14 +170,19 @@ static int cheaper_strided(const struct rg_costs *costs, const struct rg_run *ru
 }
 
 /* Do the copy engines move the whole list as fast as the NIC? Then they do: they take no multiprocessors from the model,
- * and a kernel for a few rows that are left over would wait until a running matmul lets go of some. */
+ * and a kernel for a few rows that are left over would wait until a running matmul lets go of some. Without a NIC: as fast
+ * as the kernel? One of them has it all then, for a stream that goes from engine to kernel and back stands still. */
 static int engines_keep_up(const struct rg_copier *copier, const struct rg_run *runs, uint32_t run_count)
 {
     const struct rg_costs *costs = &copier->costs;
-    if (copier->forced >= 0 || costs->nic_rate <= 0) return 0;
-    uint64_t bytes = 0;
-    for (uint32_t i = 0; i < run_count; i++) bytes += (uint64_t)runs[i].rows * runs[i].bytes;
-    double left = (double)bytes / costs->nic_rate;
+    if (copier->forced >= 0) return 0;
+    if (costs->nic_rate <= 0 && !copier->kernel) return 1;
+    uint64_t bytes = 0, pieces = 0;
+    for (uint32_t i = 0; i < run_count; i++) {
+        bytes += (uint64_t)runs[i].rows * runs[i].bytes;
+        pieces += runs[i].rows;
+    }
+    double left = costs->nic_rate > 0 ? (double)bytes / costs->nic_rate : costs->kernel_ns + kernel_ns(costs, pieces, bytes);
     for (uint32_t i = 0; i < run_count && left >= 0; i++) left -= cheaper_strided(costs, &runs[i]) ? strided_ns(costs, &runs[i]) : batch_ns(costs, &runs[i]);
     return left >= 0;
 }
@@ -189,7 +194,7 @@ static int strided_keeps_up(const struct rg_copier *copier, const struct rg_run 
     if (copier->forced >= 0) return copier->forced == RG_STRIDED;
     uint64_t bytes = (uint64_t)run->rows * run->bytes;
     double strided = strided_ns(costs, run);
-    if (costs->nic_rate > 0 && strided <= (double)bytes / costs->nic_rate) return 1;
+    if (strided <= (double)bytes / costs->nic_rate) return 1;
     return strided < (copier->kernel ? kernel_ns(costs, run->rows, bytes) : run->rows * costs->batched_ns);
 }
 
@@ -199,7 +204,7 @@ static int batch_keeps_up(const struct rg_copier *copier, uint64_t piece_count, 
     if (!copier->kernel) return 1;
     if (copier->forced >= 0) return copier->forced != RG_KERNEL;
     double batch = (double)piece_count * costs->batched_ns;
-    return batch <= costs->kernel_ns + kernel_ns(costs, piece_count, bytes) || (costs->nic_rate > 0 && batch <= (double)bytes / costs->nic_rate);
+    return batch <= costs->kernel_ns + kernel_ns(costs, piece_count, bytes) || batch <= (double)bytes / costs->nic_rate;
 }
 
 rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t run_count)
@@ -209,11 +214,12 @@ rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t run_count)
     uint64_t rest_pieces = 0, rest_bytes = 0;
     uint32_t rows = 0, bytes = 0; /* of the run that was decided last: most are like the one before */
     int keeps_up = 0, engines = engines_keep_up(copier, runs, run_count);
+    int kernel = !engines && copier->forced < 0 && copier->costs.nic_rate <= 0;
     for (uint32_t at = 0; at < run_count; at++) {
         if (runs[at].rows != rows || runs[at].bytes != bytes) {
             rows = runs[at].rows;
             bytes = runs[at].bytes;
-            keeps_up = !engines && rows >= ROWS_MIN && strided_keeps_up(copier, &runs[at]);
+            keeps_up = !engines && !kernel && rows >= ROWS_MIN && strided_keeps_up(copier, &runs[at]);
         }
         if (engines ? cheaper_strided(&copier->costs, &runs[at]) : keeps_up && may_be_strided(&runs[at])) {
             rg_result result = copy_strided(copier, &runs[at]);
@@ -226,7 +232,7 @@ rg_result rg_copy(struct rg_copier *copier, uint32_t list, uint32_t run_count)
         rest_bytes += (uint64_t)rows * bytes;
     }
     if (!rest) return 0;
-    if (engines || batch_keeps_up(copier, rest_pieces, rest_bytes)) return copy_batch(copier, runs, rest, rest_pieces, rest_bytes);
+    if (engines || (!kernel && batch_keeps_up(copier, rest_pieces, rest_bytes))) return copy_batch(copier, runs, rest, rest_pieces, rest_bytes);
     return copy_by_kernel(copier, runs, rest, (uint32_t)rest_pieces, rest_bytes);
 }
 

@@ -41,7 +41,10 @@ int rc_add_gpu_lane(struct rc_core *core, uint32_t rail, uint64_t address, uint6
     return 0;
 }
 
-/* Costs are measured with copies to target. */
+#define LOCAL_KERNEL_RATE 220 /* GB/s, 8 thread blocks between two H200s */
+
+/* Costs are measured with copies to target; not those of the local route, which are as rg_open has them: its targets are
+ * other engines' memory, and copies within one GPU say nothing about NVLink. */
 static struct rg_copier *new_copier(struct rc_core *core, const struct rc_copier_facts *facts, uint64_t target, rg_result *result)
 {
     struct rg_copier *copier = malloc(sizeof *copier);
@@ -52,7 +55,10 @@ static struct rg_copier *new_copier(struct rc_core *core, const struct rc_copier
     }
     copier->thread_blocks = facts->thread_blocks;
     copier->forced = facts->forced;
-    *result = rg_calibrate(copier, facts->scratch, target, facts->nic_rate);
+    if (facts->nic_rate > 0)
+        *result = rg_calibrate(copier, facts->scratch, target, facts->nic_rate);
+    else
+        copier->costs.kernel_rate = LOCAL_KERNEL_RATE;
     if (!*result) return copier;
     rg_close(copier);
     free(copier);
@@ -253,7 +259,7 @@ void rc_fill_by_gpu(struct rc_core *core, struct rc_part *part, uint32_t slot, u
 
 /* ---- the local route ---- */
 
-#define LOCAL_CHUNK_BYTES (8ull << 20)
+#define LOCAL_CHUNK_BYTES (32ull << 20) /* between two of them the stream stands still for some 20 us */
 #define LOCAL_CALLS 8192u /* of a chunk, where each piece is a call */
 
 /* Without the word nothing was enqueued yet, or nothing runs any more. */

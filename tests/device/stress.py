@@ -51,6 +51,16 @@ def usage(pid: int) -> Usage:
     return Usage((resident - shared) * os.sysconf("SC_PAGE_SIZE"), len(os.listdir(f"/proc/{pid}/fd")))
 
 
+def growth(used: list[list[Usage]]) -> tuple[int, int]:
+    """Bytes and descriptors of the process that has grown most, from the first half of the samples to the second: medians,
+    for what threads hold while they make the next transfer comes and goes."""
+    samples = np.array([[(one.private_bytes, one.fds) for one in processes] for processes in used])
+    half = len(samples) // 2
+    grown = np.median(samples[half:], axis=0) - np.median(samples[:half], axis=0)
+    nbytes, fds = grown.max(axis=0)
+    return int(nbytes), int(fds)
+
+
 def order(seed: int, pages: int) -> tuple[Cells, Cells]:
     generator = np.random.default_rng(seed)
     return generator.permutation(pages), generator.permutation(pages)
@@ -215,29 +225,28 @@ def _measured(
     began = time.monotonic()
     pids = [engine.pid for engine in engines] + [node.pid, *systems.children(node.pid)]
     time.sleep(settle)
-    before, free = [usage(pid) for pid in pids], engines[0].ask("free_bytes", timeout=_ASK_S)
+    free = engines[0].ask("free_bytes", timeout=_ASK_S)
+    used: list[list[Usage]] = []
     told, failed = began, False
     while time.monotonic() < began + seconds and not failed:
         time.sleep(0.5)
         progress = [engine.ask("progress", timeout=_ASK_S) for engine in engines]
+        used.append([usage(pid) for pid in pids])
         failed = any(failures for _, failures in progress)
         if failed or time.monotonic() - told > _TOLD_S:
             told = time.monotonic()
-            grown = max(
-                now.private_bytes - then.private_bytes for now, then in zip(map(usage, pids), before, strict=True)
-            )
+            most = max(one.private_bytes for one in used[-1])
             sent = " and ".join(f"{nbytes / 1e9:.1f}" for nbytes, _ in progress)
-            print(f"{told - began:.0f} s: {sent} GB checked, grown by {grown / MIB:.1f} MiB at most", flush=True)
-    after, left = [usage(pid) for pid in pids], engines[0].ask("free_bytes", timeout=_ASK_S)
+            print(f"{told - began:.0f} s: {sent} GB checked, most private memory {most / MIB:.1f} MiB", flush=True)
+    left = engines[0].ask("free_bytes", timeout=_ASK_S)
     for engine in engines:
         engine.begin("stop_sending")
     hangs = [engine.result(_END_S + _ASK_S) for engine in engines]
     if any(hangs):
         _show_stacks(engines)
     found = [engine.ask("stop", timeout=_ASK_S) for engine in engines]
-    grown = max(now.private_bytes - then.private_bytes for now, then in zip(after, before, strict=True))
-    gpu = max((then - now for now, then in zip(left, free, strict=True)), default=0)
-    return found, grown, gpu, max(now.fds - then.fds for now, then in zip(after, before, strict=True))
+    grown, fds = growth(used)
+    return found, grown, max((then - now for now, then in zip(left, free, strict=True)), default=0), fds
 
 
 def _show_stacks(engines: list[Worker]) -> None:

@@ -412,6 +412,21 @@ def test_the_rest_of_a_page_does_not_wait_for_a_kernel_where_the_engines_keep_up
     assert copier.counters()["strided"][1] + copier.counters()["kernel"][1] > 160
 
 
+def test_without_a_nic_one_of_engines_and_kernel_has_the_whole_list(make: Make) -> None:
+    copier = make()
+    page, slot = 80 * 8192 + 512, 80 * 4096 + 256
+    pages = [piece for number in (0, 1) for piece in rows(80, 4096, 8192, 4096, (number * page, number * slot))]
+    cut = [*rows(2, 4096, 8192, 4096, (2 * page, 2 * slot)), (2 * page + 3 * 8192, 2 * slot + 3 * 4096, 512)]
+    copier.set_costs(**{**COSTS, "nic_rate": 0, "kernel_rate": 1000})
+    copier.moves([*pages, *cut])
+    assert copier.counters()["kernel"][1] == len(pages) + len(cut)
+    copier.set_costs(kernel_rate=1)
+    copier.moves([*pages, *cut])
+    assert copier.counters()["kernel"][1] == len(pages) + len(cut)
+    assert copier.counters()["strided"][:2] == (2, 160)
+    assert copier.counters()["batch"][1] == len(cut)
+
+
 def test_mixed_lists_take_several_ways_at_once(make: Make) -> None:
     copier = make()
     copier.set_costs(
