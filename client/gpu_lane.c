@@ -55,6 +55,7 @@ static struct rg_copier *new_copier(struct rc_core *core, const struct rc_copier
     }
     copier->thread_blocks = facts->thread_blocks;
     copier->forced = facts->forced;
+    copier->costs.nic_rate = facts->nic_rate;
     if (facts->nic_rate > 0)
         *result = rg_calibrate(copier, facts->scratch, target, facts->nic_rate);
     else
