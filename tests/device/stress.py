@@ -52,8 +52,8 @@ def usage(pid: int) -> Usage:
 
 
 def growth(used: list[list[Usage]]) -> tuple[int, int]:
-    """Bytes and descriptors of the process that has grown most, from one half of the samples to the other. Medians: what
-    threads hold while they make the next transfer comes and goes."""
+    """Bytes and descriptors of the process that has grown most, from one half of the samples to the other. Medians:
+    what threads hold while they make the next transfer comes and goes."""
     samples = np.array([[(one.private_bytes, one.fds) for one in processes] for processes in used])
     half = len(samples) // 2
     grown = np.median(samples[half:], axis=0) - np.median(samples[:half], axis=0)
