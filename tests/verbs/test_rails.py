@@ -1,5 +1,5 @@
 """Daemons with verbs rails: takeover and readmission, withdrawal and abort where the receiver can refuse nothing,
-memory that cannot be registered, and how many queue pairs there are. On real devices, or on the stand-in's."""
+and memory that cannot be registered. On real devices, or on the stand-in's."""
 
 from __future__ import annotations
 
@@ -321,26 +321,3 @@ def test_each_registration_ends_with_its_owner(nodes: Nodes) -> None:
         sender.write(link.remote, [link.source.address], [link.remote.address], NBYTES).wait(WAIT_S)
         assert registered() > before
     until(lambda: registered() == before, "nothing is registered any more")
-
-
-# ---- queue pairs ----
-
-
-@stand_in_only
-@pytest.mark.parametrize("others", [1, 2, 3])
-def test_queue_pairs_of_a_nic_grow_with_the_nodes_and_not_with_their_rails(nodes: Nodes, others: int) -> None:
-    fabric = nodes.devices.fabric
-    assert fabric is not None
-    rails = nodes.devices.all[:2]
-    prefill = nodes.start(rails)
-    decoding = [nodes.start(nodes.devices.all[2 + 2 * (n % 3) : 4 + 2 * (n % 3)]) for n in range(others)]
-    with prefill.connect(0) as first, prefill.connect(1) as second:
-        for node in decoding:
-            with node.connect(0) as receiver:
-                for sender in (first, second):
-                    for number in range(2):
-                        stream(sender, receiver, number).once()
-                at = fabric.queue_pairs(rails[0].address)
-        count = len([found for found in at if found.pid == prefill.pid])
-        print(f"{others + 1} nodes: {count} queue pairs of a NIC; {2 * others} by the direct route of two ranks")
-        assert count == others
