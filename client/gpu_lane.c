@@ -276,7 +276,8 @@ void rc_forget_local_signal(struct rc_core *core)
     pthread_mutex_unlock(&core->queue);
 }
 
-/* After a failure the stream is waited for once: copies may be under way, and a lost context says so at once. */
+/* After a failure the stream is waited for once: copies may be under way. In a context that cannot be made current any more,
+ * which is lost, nothing runs. */
 int rc_local_gpu_has_reached(struct rc_core *core, uint64_t enqueued)
 {
     if (local_copied(core) >= enqueued) return 1;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,14 @@ from railrelay.client.errors import ArgumentError, ErrorCode
 
 if TYPE_CHECKING:
     from railrelay.client.regions import Addressed
+
+
+MAX_ROWS: Final = 1 << 24  # addresses of 128 MiB
+
+
+def _check_rows(rows: int) -> None:
+    if not 0 < rows <= MAX_ROWS:
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"layout of {rows} rows: expected 1 to {MAX_ROWS}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +53,7 @@ class PageLayout:
         cls, base: int, rows: int, row_stride: int, page_stride: int, piece_bytes: int, piece_offset: int = 0
     ) -> PageLayout:
         """Rows at equal distances in one allocation: row r of page 0 is at ``base + r * row_stride``."""
+        _check_rows(rows)
         addresses_of_rows = np.uint64(base) + np.arange(rows, dtype=np.uint64) * np.uint64(row_stride)
         return cls(addresses_of_rows, page_stride, piece_bytes, piece_offset)
 
@@ -64,6 +73,7 @@ class PageLayout:
         """Each piece as ``parts`` rows that follow each other, for example tokens: row r becomes rows r * parts, ...
         Needed before heads() where a page is [token, head, ...]; not where it is [head, token, ...]."""
         part = self._part_bytes(parts)
+        _check_rows(len(self.rows) * parts)
         steps = np.arange(parts, dtype=np.uint64) * np.uint64(part)
         return replace(self, rows=(self.rows[:, None] + steps).reshape(-1), piece_bytes=part)
 

@@ -122,3 +122,14 @@ def test_page_numbers_are_signed_for_the_core_and_never_negative() -> None:
     assert page_numbers([], "pages").dtype == np.int64
     with pytest.raises(ArgumentError, match="too large"):
         page_numbers(np.array([1 << 63], np.uint64), "pages")
+
+
+@pytest.mark.parametrize("rows", [0, -1, (1 << 24) + 1, 1 << 31, 1 << 62])
+def test_more_rows_than_can_be_are_named(rows: int) -> None:
+    with pytest.raises(ArgumentError, match=f"{rows} rows"):
+        PageLayout.strided(BASE, rows, 4096, 4096, 64)
+
+
+def test_pieces_are_split_into_no_more_rows_than_can_be() -> None:
+    with pytest.raises(ArgumentError, match=f"{1 << 25} rows"):
+        PageLayout.strided(BASE, 1 << 4, 1 << 22, 1 << 30, 1 << 21).split(1 << 21)
