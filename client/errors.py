@@ -126,10 +126,15 @@ NEXT_STEP: dict[ErrorCode, str] = {
 }
 
 
+MAX_TEXT = 4096  # characters
+
+
 class RelayError(Exception):
     """Root of all errors of the library. ``code`` says what; the text names the thing, the value and the next step."""
 
     def __init__(self, code: ErrorCode, text: str) -> None:
+        if len(text) > MAX_TEXT:  # some of it may come from a peer
+            text = f"{text[:MAX_TEXT]}..."
         super().__init__(code, text)
         self.code = code
         self.text = text

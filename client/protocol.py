@@ -412,10 +412,12 @@ class RailToken(Message, frozen=True, tag="RailToken"):
 class FenceRail(Message, frozen=True, tag="FenceRail"):
     """Closes connection ``connection`` at the receiver for good. Answered by RailFenced: frames up to ``placed`` have
     arrived whole; ``acks`` holds the latest results, 16 bytes each: sequence and result. Every frame that arrived is
-    among them unless the sender has its reply already."""
+    among them unless the sender has its reply already. The result of a frame that the owner of its private memory has
+    still to copy is "unsettled"; asked again, the answer waits up to ``wait_s`` for news of such frames."""
 
     id: int
     connection: int
+    wait_s: float = 0.0
 
 
 class RailFenced(Message, frozen=True, tag="RailFenced"):

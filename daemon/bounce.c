@@ -12,6 +12,12 @@ struct rr_bouncer *rr_bouncer_of(struct rr_rail *rail, uint32_t number)
     return bouncer->shared ? bouncer : NULL;
 }
 
+struct rr_bouncer *rr_bouncer_granted(struct rr_rail *rail, uint32_t number, uint64_t grant)
+{
+    struct rr_bouncer *bouncer = rr_bouncer_of(rail, number);
+    return bouncer && bouncer->serial == grant >> 32 ? bouncer : NULL;
+}
+
 static uint32_t held_by(const struct rr_bouncer *bouncer, const struct rr_connection *connection)
 {
     uint32_t held = 0;
@@ -34,7 +40,7 @@ static void grant_waiting(struct rr_nic *nic, struct rr_bouncer *bouncer)
         }
         while (bouncer->reserved_by[slot]) slot++;
         bouncer->reserved_by[slot] = wait.connection;
-        bouncer->in_use[slot] = 0;
+        bouncer->in_use[slot] = RR_SLOT_UNUSED;
         bouncer->wait_count--;
         memmove(bouncer->waits + i, bouncer->waits + i + 1, (bouncer->wait_count - i) * sizeof wait);
         ops->grant(nic, wait.connection, wait.sequence, bouncer, slot);
@@ -64,26 +70,26 @@ int rr_bounce_want(struct rr_nic *nic, uint32_t client, struct rr_connection *co
 void rr_bounce_free_slot(struct rr_nic *nic, struct rr_bouncer *bouncer, uint32_t slot)
 {
     bouncer->reserved_by[slot] = NULL;
-    bouncer->in_use[slot] = 0;
+    bouncer->in_use[slot] = RR_SLOT_UNUSED;
     grant_waiting(nic, bouncer);
 }
 
 void rr_bounce_returned(struct rr_nic *nic, uint32_t client, const struct rr_connection *connection, uint64_t grant)
 {
-    struct rr_bouncer *bouncer = rr_bouncer_of(nic->rail, client);
-    uint64_t slot = grant - 1;
-    if (bouncer && slot < bouncer->slots && bouncer->reserved_by[slot] == connection && !bouncer->in_use[slot])
-        rr_bounce_free_slot(nic, bouncer, (uint32_t)slot);
+    struct rr_bouncer *bouncer = rr_bouncer_granted(nic->rail, client, grant);
+    uint32_t slot = rr_bounce_slot_of(grant);
+    if (bouncer && slot < bouncer->slots && bouncer->reserved_by[slot] == connection && bouncer->in_use[slot] == RR_SLOT_UNUSED)
+        rr_bounce_free_slot(nic, bouncer, slot);
 }
 
 int rr_bounce_begin(struct rr_rail *rail, struct rr_bouncer *bouncer, const struct rr_connection *connection, uint64_t grant, uint64_t bytes,
                     uint32_t run_count)
 {
-    uint64_t slot = grant - 1;
-    if (slot >= bouncer->slots || bouncer->reserved_by[slot] != connection || bouncer->in_use[slot] || bytes > rail->plane->slot_bytes ||
+    uint32_t slot = rr_bounce_slot_of(grant);
+    if (slot >= bouncer->slots || bouncer->reserved_by[slot] != connection || bouncer->in_use[slot] != RR_SLOT_UNUSED || bytes > rail->plane->slot_bytes ||
         run_count > rail->plane->table_entries)
         return -1;
-    bouncer->in_use[slot] = 1;
+    bouncer->in_use[slot] = RR_SLOT_FILLING;
     return 0;
 }
 
@@ -103,6 +109,7 @@ void rr_bounce_publish(struct rr_rail *rail, const struct rr_bounced *arrived)
     frame->run_count = arrived->run_count;
     frame->bytes = arrived->bytes;
     bouncer->pending[at] = (struct rr_bounce_pending){arrived->connection, arrived->sequence, arrived->tag, arrived->slot, arrived->window};
+    bouncer->in_use[arrived->slot] = RR_SLOT_FILLED;
     bouncer->filled++;
     rr_store_release_u64(&bouncer->shared->filled, bouncer->filled); /* SYNC filled */
     rr_count(rail, RR_RAIL_BOUNCED_BYTES, arrived->bytes);
@@ -141,7 +148,7 @@ void rr_bounce_drop(struct rr_nic *nic, struct rr_client *client)
     bouncer->shared = NULL;
 }
 
-void rr_bounce_forget(struct rr_nic *nic, const struct rr_connection *connection)
+static void forget(struct rr_nic *nic, const struct rr_connection *connection)
 {
     for (uint32_t i = 0; i < RR_MAX_CLIENTS; i++) {
         struct rr_bouncer *bouncer = rr_bouncer_of(nic->rail, i);
@@ -151,12 +158,52 @@ void rr_bounce_forget(struct rr_nic *nic, const struct rr_connection *connection
             if (bouncer->waits[w].connection != connection) bouncer->waits[kept++] = bouncer->waits[w];
         bouncer->wait_count = kept;
         for (uint32_t slot = 0; slot < bouncer->slots; slot++) {
-            if (bouncer->reserved_by[slot] != connection) continue;
+            if (bouncer->reserved_by[slot] != connection || bouncer->in_use[slot] == RR_SLOT_FILLED) continue;
             bouncer->reserved_by[slot] = NULL;
-            bouncer->in_use[slot] = 0;
+            bouncer->in_use[slot] = RR_SLOT_UNUSED;
         }
         grant_waiting(nic, bouncer);
     }
+}
+
+/* owner: of one of them. */
+static uint32_t not_copied(struct rr_rail *rail, const struct rr_connection *connection, struct rr_ack *out, uint32_t *owner)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < RR_MAX_CLIENTS; i++) {
+        const struct rr_bouncer *bouncer = rr_bouncer_of(rail, i);
+        for (uint64_t at = bouncer ? bouncer->reclaimed : 0; bouncer && at != bouncer->filled; at++) {
+            const struct rr_bounce_pending *pending = &bouncer->pending[at % bouncer->slots];
+            if (pending->connection != connection || count == RR_WINDOW) continue;
+            out[count++] = (struct rr_ack){pending->sequence, RR_UNSETTLED};
+            *owner = i;
+        }
+    }
+    return count;
+}
+
+/* A correct sender waits for no more than RR_WINDOW frames, and of those that were answered for the latest. */
+void rr_report_fence(struct rr_nic *nic, const struct rr_connection *connection, uint64_t id, uint64_t received, const struct rr_ack *acks,
+                     uint64_t ack_count)
+{
+    struct rr_plane *plane = nic->rail->plane;
+    struct rr_fence_record *record = calloc(1, sizeof *record);
+    if (!record) abort();
+    record->connection = id;
+    uint32_t owner = 0, left = connection ? not_copied(nic->rail, connection, record->acks, &owner) : 0;
+    record->ack_count = left;
+    for (uint64_t i = 1; i <= ack_count && record->ack_count < RR_WINDOW; i++) record->acks[record->ack_count++] = acks[(ack_count - i) % RR_WINDOW];
+    pthread_mutex_lock(&plane->event_lock);
+    record->next = plane->fences;
+    plane->fences = record;
+    pthread_mutex_unlock(&plane->event_lock);
+    rr_event_push(plane, RR_EVENT_RECEIVER_FENCED, nic->rail->number, (int64_t)id, (int64_t)received, left, owner, 0);
+    if (connection) forget(nic, connection);
+}
+
+void rr_bounce_settled_late(struct rr_nic *nic, uint64_t id, uint64_t sequence, uint32_t code)
+{
+    rr_event_push(nic->rail->plane, RR_EVENT_FRAME_SETTLED, nic->rail->number, (int64_t)id, (int64_t)sequence, code, 0, 0);
 }
 
 static uint32_t check_run(const struct rr_plane *plane, uint32_t session, uint32_t owner, int private, const struct rr_wire_run *run)

@@ -25,6 +25,11 @@ struct rr_bounced {
 
 /* NULL: no such client, or it has no bounce memory (any more). */
 struct rr_bouncer *rr_bouncer_of(struct rr_rail *rail, uint32_t client);
+/* What a sender is told of a slot; another client with the owner's number never has the same. */
+static inline uint64_t rr_bounce_grant_of(const struct rr_bouncer *bouncer, uint32_t slot) { return (uint64_t)bouncer->serial << 32 | (slot + 1); }
+static inline uint32_t rr_bounce_slot_of(uint64_t grant) { return (uint32_t)grant - 1; }
+/* The bounce memory that the grant is of; NULL: none (any more), also if a later client has the owner's number. */
+struct rr_bouncer *rr_bouncer_granted(struct rr_rail *rail, uint32_t client, uint64_t grant);
 /* A connection asks for a slot: granted, put on the list, or refused. 0, or -ENOMEM. */
 int rr_bounce_want(struct rr_nic *nic, uint32_t client, struct rr_connection *connection, uint64_t want, uint64_t bytes);
 void rr_bounce_returned(struct rr_nic *nic, uint32_t client, const struct rr_connection *connection, uint64_t grant);
@@ -37,8 +42,12 @@ void rr_bounce_free_slot(struct rr_nic *nic, struct rr_bouncer *bouncer, uint32_
 int rr_bounce_reclaim(struct rr_nic *nic, struct rr_client *client);
 /* The client is gone: nobody empties its bounce memory any more. */
 void rr_bounce_drop(struct rr_nic *nic, struct rr_client *client);
-/* The connection is fenced: what it waits for, was granted or had half written goes to others. */
-void rr_bounce_forget(struct rr_nic *nic, const struct rr_connection *connection);
+/* The connection is fenced: tells what has arrived. What was granted to it or half written goes to others; what its owners
+ * have not copied yet is told as RR_UNSETTLED, and what became of it later, by rr_bounce_settled_late: an owner that has
+ * stopped keeps nobody else waiting. acks: circular; connection NULL: nothing ever came. */
+void rr_report_fence(struct rr_nic *nic, const struct rr_connection *connection, uint64_t id, uint64_t received, const struct rr_ack *acks,
+                     uint64_t ack_count);
+void rr_bounce_settled_late(struct rr_nic *nic, uint64_t id, uint64_t sequence, uint32_t code);
 
 /* Checks every run of a frame; the result decides whether any byte of it is placed. iov: where they are, merged, or NULL for
  * private memory. */

@@ -78,6 +78,7 @@ class Client:
     socket: ClientSocket
     region_rows: Rows
     remote_rows: Rows
+    gpu: str = ""  # UUID, once the client has said it
     segment: Segment | None = None
     on_plane: bool = False
     attached: bool = False

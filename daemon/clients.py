@@ -140,7 +140,7 @@ class Clients:
             )
         client = Client(
             row, next(self._serials), connection.pid, message.rank, own_rail, message.name[:63], connection,
-            Rows(config.limits.regions_per_client), Rows(config.limits.remotes_per_client),
+            Rows(config.limits.regions_per_client), Rows(config.limits.remotes_per_client), message.device,
         )  # fmt: skip
         self._sockets[connection] = self.by_row[row] = client
         try:

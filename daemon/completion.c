@@ -143,6 +143,7 @@ int rr_transfer_total(struct rr_client *client, const struct rr_slice *slice)
 int rr_transfer_slice_done(struct rr_client *client, uint32_t transfer, uint32_t generation, uint32_t result, uint64_t bytes, int rail)
 {
     struct rr_context *context = &client->contexts[transfer];
+    if (result > RR_GPU_ERROR || result == RR_UNSETTLED) result = RR_PROTOCOL; /* a peer's word */
     if (result) {
         set_fault(context, generation, result);
         rr_store_release_u32(&client->transfers[transfer].stop, generation);

@@ -162,7 +162,9 @@ class Conductor:
             case plane.RECEIVER_LOST:
                 self._sessions.receiver_lost(a)
             case plane.RECEIVER_FENCED:
-                self._sessions.receiver_fenced(a, b)
+                self._sessions.receiver_fenced(a, b, str(self._clients.by_row.get(d)) if c else "")
+            case plane.FRAME_SETTLED:
+                self._sessions.frame_settled(a, b, c)
             case plane.CLIENT_DETACHED:
                 self._clients.rail_drained(a)
             case plane.VIOLATION:

@@ -118,13 +118,18 @@ void rr_plane_stop(struct rr_plane *plane)
         struct rr_rail *rail = &plane->rails[i];
         if (rail->nic) rail->nic->ops->close(rail->nic);
         rail->nic = NULL;
+    }
+    for (uint32_t i = 0; i < plane->rail_count; i++) {
+        struct rr_rail *rail = &plane->rails[i];
         for (struct rr_command *command = rail->command_first, *next; command; command = next) {
             next = command->next;
+            if (command->discard) command->discard(command);
             free(command);
         }
         rail->command_first = rail->command_last = NULL;
         while (rail->deferred) {
             struct rr_deferred *next = rail->deferred->next;
+            free(rail->deferred->marks);
             free(rail->deferred);
             rail->deferred = next;
         }
@@ -228,6 +233,9 @@ static void done(struct rr_rail *rail, const struct rr_command *command, int64_t
     if (command->cookie) rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)command->cookie, value, 0, 0, 0);
 }
 
+/* Of a command that was not run. */
+static void free_pointer(struct rr_command *command) { free(command->pointer); }
+
 static void to_all(struct rr_plane *plane, struct rr_command command)
 {
     for (uint32_t i = 0; i < plane->rail_count; i++) rr_rail_command(&plane->rails[i], command);
@@ -295,6 +303,7 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
         port->lane.lane = &lanes[i];
         port->bouncer.slots = plane->bounce_slots;
         port->bouncer.owner = number;
+        port->bouncer.serial = serial;
         port->bouncer.ring = &bounces[i];
         port->bouncer.frames = &bounce_frames[(size_t)i * plane->bounce_slots];
         port->bouncer.runs = &bounce_runs[(size_t)i * plane->bounce_slots * plane->table_entries];
@@ -353,6 +362,8 @@ void rr_plane_release_client(struct rr_plane *plane, uint32_t number)
     free_client(plane, client);
 }
 
+static void discard_lease(struct rr_command *command) { rr_unmap((struct rr_mapping *)(uintptr_t)command->a); }
+
 static void run_lease(struct rr_rail *rail, struct rr_command *command)
 {
     struct rr_client *client = command->pointer;
@@ -381,7 +392,11 @@ int rr_plane_lease_lane(struct rr_plane *plane, uint32_t number, uint32_t rail, 
     }
     rr_store_release_u64(&port->lane.lane->generation, generation);
     rr_rail_command(&plane->rails[rail],
-                    (struct rr_command){.run = run_lease, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)memory});
+                    (struct rr_command){.run = run_lease,
+                                        .discard = discard_lease,
+                                        .cookie = cookie,
+                                        .pointer = client,
+                                        .a = (uint64_t)(uintptr_t)memory});
     return 0;
 }
 
@@ -484,7 +499,7 @@ int rr_plane_add_remote(struct rr_plane *plane, uint32_t number, uint32_t remote
 {
     struct rr_client *client = client_at(plane, number);
     if (!client || remote >= plane->remotes_per_client || peer >= plane->max_peers || rail >= RR_MAX_RAILS) return -ENOENT;
-    if (rkey_count > RR_MAX_RAILS) return -EINVAL;
+    if (rkey_count > RR_MAX_RAILS || owner >= RR_MAX_CLIENTS) return -EINVAL;
     struct rr_remote *at = &client->remotes[remote];
     rr_store_relaxed_u32(&at->valid, 0);
     rr_full_barrier(); /* with rr_remote_read: nobody takes new fields for old ones */
@@ -522,6 +537,8 @@ static struct keys *copied_keys(const uint32_t *keys, uint32_t count)
     return copy;
 }
 
+static void discard_keys(struct rr_command *command) { free((void *)(uintptr_t)command->a); }
+
 static void run_lane_keys(struct rr_rail *rail, struct rr_command *command)
 {
     struct rr_client *client = command->pointer;
@@ -549,7 +566,7 @@ static int send_keys(struct rr_plane *plane, uint32_t number, uint32_t rail, con
     struct keys *copy = copied_keys(keys, count);
     if (!copy) return -ENOMEM;
     rr_rail_command(&plane->rails[rail],
-                    (struct rr_command){.run = run, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)copy});
+                    (struct rr_command){.run = run, .discard = discard_keys, .cookie = cookie, .pointer = client, .a = (uint64_t)(uintptr_t)copy});
     return 0;
 }
 
@@ -576,6 +593,14 @@ int rr_plane_set_region_keys(struct rr_plane *plane, uint32_t number, uint32_t r
 
 /* ---- sending side ---- */
 
+/* Of a sender or receiver that is not added any more: a socket; endpoints end with their devices. */
+static void discard_descriptor(struct rr_command *command)
+{
+    if ((int)command->d >= 0) close((int)command->d);
+}
+
+static void (*discard_of(const struct rr_rail *rail))(struct rr_command *) { return rail->nic->ops->one_sided ? NULL : discard_descriptor; }
+
 static void run_add_sender(struct rr_rail *rail, struct rr_command *command)
 {
     struct rr_path *path = rr_path_of(rail, (uint32_t)command->b, (uint32_t)(command->b >> 32), (uint32_t)(command->c & 1));
@@ -595,6 +620,7 @@ int rr_plane_add_sender(struct rr_plane *plane, uint32_t rail, uint64_t connecti
 {
     if (rail >= plane->rail_count || peer >= plane->max_peers || remote_rail >= RR_MAX_RAILS) return -ENOENT;
     rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_add_sender,
+                                                             .discard = discard_of(&plane->rails[rail]),
                                                              .a = connection,
                                                              .b = (uint64_t)remote_rail << 32 | peer,
                                                              .c = (uint64_t)epoch << 32 | (express != 0),
@@ -625,7 +651,8 @@ int rr_plane_settle_sender(struct rr_plane *plane, uint32_t rail, uint64_t conne
     settlement->ack_count = ack_count < RR_WINDOW ? ack_count : RR_WINDOW;
     memcpy(settlement->acks, acks, settlement->ack_count * sizeof *acks);
     rr_rail_command(&plane->rails[rail],
-                    (struct rr_command){.run = run_settle, .cookie = cookie, .a = connection, .b = placed, .pointer = settlement});
+                    (struct rr_command){
+                        .run = run_settle, .discard = free_pointer, .cookie = cookie, .a = connection, .b = placed, .pointer = settlement});
     return 0;
 }
 
@@ -784,14 +811,17 @@ uint32_t rr_plane_holders_result(struct rr_plane *plane, uint64_t cookie, struct
  * they posted before has to end. */
 static void run_drain_handle(struct rr_rail *rail, struct rr_command *command)
 {
-    uint32_t peer = (uint32_t)command->a, handle = (uint32_t)command->b;
-    if (!rail->nic->ops->naming || !rail->nic->ops->naming(rail->nic, peer, handle)) {
+    const struct rr_nic_ops *ops = rail->nic->ops;
+    uint32_t peer = (uint32_t)command->a, handle = (uint32_t)command->b, count = ops->naming ? ops->naming(rail->nic, peer, handle, NULL) : 0;
+    if (!count) {
         done(rail, command, 0);
         return;
     }
-    struct rr_deferred *deferred = malloc(sizeof *deferred);
-    if (!deferred) abort();
-    *deferred = (struct rr_deferred){.next = rail->deferred, .client = RR_NONE, .handle = handle, .peer = peer, .cookie = command->cookie};
+    struct rr_deferred *deferred = calloc(1, sizeof *deferred);
+    struct rr_mark *marks = calloc(count, sizeof *marks);
+    if (!deferred || !marks) abort();
+    ops->naming(rail->nic, peer, handle, marks);
+    *deferred = (struct rr_deferred){.next = rail->deferred, .cookie = command->cookie, .marks = marks, .mark_count = count};
     rail->deferred = deferred;
 }
 
@@ -802,17 +832,39 @@ int rr_plane_drain_handle(struct rr_plane *plane, uint32_t peer, uint32_t handle
     return 0;
 }
 
-static int bury(struct rr_tombstones **newest, uint64_t owner, uint64_t tag)
+static void let_go_of(struct rr_tombstones *set)
+{
+    if (rr_fetch_add_u32(&set->readers, ~0u) == 1) free(set);
+}
+
+static void run_let_go(struct rr_rail *rail, struct rr_command *command)
+{
+    (void)rail;
+    let_go_of(command->pointer);
+}
+
+static void discard_let_go(struct rr_command *command) { let_go_of(command->pointer); }
+
+/* Not in the list any more, but a rail may be reading it. */
+static void end_tombstones(struct rr_plane *plane, struct rr_tombstones *set)
+{
+    if (!set) return;
+    set->readers = plane->rail_count;
+    if (plane->rail_count)
+        to_all(plane, (struct rr_command){.run = run_let_go, .discard = discard_let_go, .pointer = set});
+    else
+        free(set);
+}
+
+static int bury(struct rr_plane *plane, struct rr_tombstones **newest, uint64_t owner, uint64_t tag)
 {
     struct rr_tombstones *set = *newest;
     if (!set || set->count == RR_TOMBSTONES) {
         struct rr_tombstones *fresh = calloc(1, sizeof *fresh);
         if (!fresh) return -ENOMEM;
-        /* The set that goes has not been looked at since RR_TOMBSTONES aborts, each of which every rail has answered. */
-        if (set && set->older) {
-            free(set->older->older);
-            set->older->older = NULL;
-        }
+        struct rr_tombstones *last = set && set->older ? set->older->older : NULL;
+        if (last) rr_store_release_pointer((void **)&set->older->older, NULL);
+        end_tombstones(plane, last);
         fresh->older = set;
         rr_store_release_pointer((void **)newest, fresh);
         set = fresh;
@@ -831,7 +883,7 @@ int rr_plane_add_peer_tombstone(struct rr_plane *plane, uint32_t peer, uint32_t 
 {
     if (peer >= plane->max_peers || owner >= RR_MAX_CLIENTS) return -ENOENT;
     if (!tag) return -EINVAL;
-    return bury(&plane->peers[peer].tombstones, rr_peer_owner(&plane->peers[peer], owner), tag);
+    return bury(plane, &plane->peers[peer].tombstones, rr_peer_owner(&plane->peers[peer], owner), tag);
 }
 
 /* Another client of the peer has this number now. */
@@ -846,13 +898,17 @@ int rr_plane_forget_peer_owner(struct rr_plane *plane, uint32_t peer, uint32_t o
 
 static void run_add_receiver(struct rr_rail *rail, struct rr_command *command)
 {
-    rail->nic->ops->add_receiver(rail->nic, command->a, (uint32_t)command->b, (int)command->c);
+    rail->nic->ops->add_receiver(rail->nic, command->a, (uint32_t)command->b, (int)command->d);
 }
 
 int rr_plane_add_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection, uint32_t session, int fd)
 {
     if (rail >= plane->rail_count) return -ENOENT;
-    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_add_receiver, .a = connection, .b = session, .c = (uint64_t)fd});
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_add_receiver,
+                                                             .discard = discard_of(&plane->rails[rail]),
+                                                             .a = connection,
+                                                             .b = session,
+                                                             .d = (uint64_t)fd});
     return 0;
 }
 
@@ -920,7 +976,12 @@ static void refuse(struct rr_rail *rail, struct rr_command *command, uint32_t ha
     }
     struct rr_deferred *deferred = malloc(sizeof *deferred);
     if (!deferred) abort();
-    *deferred = (struct rr_deferred){rail->deferred, number, handle, RR_NONE, command->cookie, bounced ? bouncer->filled : 0, tag};
+    *deferred = (struct rr_deferred){.next = rail->deferred,
+                                     .client = number,
+                                     .handle = handle,
+                                     .cookie = command->cookie,
+                                     .until = bounced ? bouncer->filled : 0,
+                                     .tag = tag};
     rail->deferred = deferred;
 }
 
@@ -948,7 +1009,7 @@ int rr_plane_add_tombstone(struct rr_plane *plane, uint32_t number, uint64_t tag
     struct rr_client *client = client_at(plane, number);
     if (!client) return -ENOENT;
     if (!tag) return -EINVAL;
-    int status = bury(&client->tombstones, 0, tag);
+    int status = bury(plane, &client->tombstones, 0, tag);
     if (status) return status;
     to_all(plane, (struct rr_command){.run = run_tombstone, .cookie = cookie, .a = number, .b = tag});
     return 0;

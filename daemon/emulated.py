@@ -34,6 +34,7 @@ from railrelay.daemon.emulated_helper import (
 )
 
 READY_S: Final = 60.0  # a GPU's context may take seconds
+MAX_MEMORIES: Final = (1 << 23) - 1  # made-up addresses have 23 bits for their number
 EXIT_S: Final = 5.0
 
 log = logging.getLogger("railrelay")
@@ -180,7 +181,8 @@ class Helpers:
 
     def __init__(self) -> None:
         self._by_rail: dict[int, Helper] = {}
-        self._next_memory = 1
+        self._memories: set[int] = set()  # numbers in use
+        self._latest_memory = 0
 
     async def start(
         self, rails: Sequence[Rail], names: Sequence[str], fds: Callable[[int], tuple[int, int]],
@@ -202,9 +204,19 @@ class Helpers:
         return helper.device if helper is not None else ""
 
     def new_memory(self) -> int:
-        number = self._next_memory
-        self._next_memory += 1
+        """A number that has not been in use for the longest time. RelayError LIMIT."""
+        if len(self._memories) == MAX_MEMORIES:
+            raise RelayError(ErrorCode.LIMIT, f"{MAX_MEMORIES} pieces of memory are registered; unregister some")
+        number = self._latest_memory % MAX_MEMORIES + 1
+        while number in self._memories:
+            number = number % MAX_MEMORIES + 1
+        self._memories.add(number)
+        self._latest_memory = number
         return number
+
+    def free_memory(self, number: int) -> None:
+        """That no helper knows (any more). Idempotent."""
+        self._memories.discard(number)
 
     async def add(self, memory: int, source: Source, rail: int | None = None) -> None:
         """To one rail's helper, or to all that can reach such memory. RelayError: remove() it again."""
@@ -214,6 +226,7 @@ class Helpers:
     async def remove(self, memory: int, kind: str = "host", rail: int | None = None) -> None:
         for helper in self._that_reach(kind, rail):
             await helper.remove(memory)
+        self.free_memory(memory)
 
     def _that_reach(self, kind: str, rail: int | None) -> list[Helper]:
         found = self._by_rail.values() if rail is None else filter(None, [self._by_rail.get(rail)])

@@ -1,9 +1,10 @@
 """Flushing: what a verbs device wrote to a GPU is there for it once a read of the same GPU has come back behind the
-writes. Says what is read: one small key for each GPU whose memory is received into, on the device of each rail. Main
-thread only.
+writes. Says what is read: one small key for each client that receives into GPU memory, on the device of each rail.
+Main thread only.
 
-The key is of a page of one of the GPU's regions, under a registration of its own. It is replaced by another region's
-before that region is given back, and deregistered once no rail reads it any more."""
+The key is of a page of one of the client's regions, under a registration of its own. It is replaced by another region's
+before that region is given back, and deregistered once no rail reads it any more. A client uses one GPU; which one only
+the client says, so that what is read for it makes sure of nobody else's memory."""
 
 from __future__ import annotations
 
@@ -44,18 +45,18 @@ class Flush:
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
         self._wanted = bool(ctx.verbs) and ctx.config.verbs.flush != "never"
-        self._regions: dict[str, dict[Keys, Place]] = {}  # by GPU
-        self._keys: dict[str, _Key] = {}  # the same
+        self._regions: dict[int, dict[Keys, Place]] = {}  # by the client's serial
+        self._keys: dict[int, _Key] = {}  # the same
         self._retired: list[_Key] = []
         self._told: dict[Pair, Targets] = {}  # of every pair that has, or had, receivers
         self._lock = asyncio.Lock()
 
-    async def add(self, gpu: str, region: Keys, place: Place) -> None:
-        """Of registered GPU memory, before anybody may write it: all receivers read its GPU when this returns.
-        RelayError."""
+    async def add(self, client: int, region: Keys, place: Place) -> None:
+        """``client``: its serial. Of registered GPU memory, before anybody may write it: all receivers read there when
+        this returns. RelayError."""
         if not self._wanted:
             return
-        self._regions.setdefault(gpu, {})[region] = place
+        self._regions.setdefault(client, {})[region] = place
         failures: list[RelayError] = []
         await asyncio.shield(self._ctx.spawn(self._settle(failures), f"flush key of {place.what}"))
         if failures:
@@ -63,7 +64,7 @@ class Flush:
 
     async def remove(self, region: Keys) -> None:
         """Nobody writes it any more. Before it is deregistered; idempotent."""
-        known = [gpu for gpu, places in self._regions.items() if places.pop(region, None) is not None]
+        known = [client for client, places in self._regions.items() if places.pop(region, None) is not None]
         if known or any(key.region is region for key in [*self._keys.values(), *self._retired]):
             await asyncio.shield(self._ctx.spawn(self._settle([]), "end of a flush key"))
 
@@ -78,8 +79,8 @@ class Flush:
 
     async def _settle(self, failures: list[RelayError]) -> None:
         async with self._lock:
-            for gpu in list({**self._regions, **self._keys}):
-                await self._renew(gpu, failures)
+            for client in list({**self._regions, **self._keys}):
+                await self._renew(client, failures)
             for rail, through in list(self._told):
                 if self._told[rail, through] == self._targets(through):
                     continue
@@ -91,35 +92,36 @@ class Flush:
                 await self._ctx.verbs.deregister(self._retired[-1].keys)
                 self._retired.pop()
 
-    async def _renew(self, gpu: str, failures: list[RelayError]) -> None:
+    async def _renew(self, client: int, failures: list[RelayError]) -> None:
         """Its key is of a region that is there; without one, as far as possible, it keeps the one that it has."""
-        regions, old = self._regions.get(gpu, {}), self._keys.get(gpu)
+        regions, old = self._regions.get(client, {}), self._keys.get(client)
         if old is not None and old.region in regions:
             return
         made: _Key | None = None
         refused: RelayError | None = None
         for region, place in list(regions.items()):
             try:
-                made = await self._new(gpu, region, place)
+                made = await self._new(client, region, place)
             except RelayError as failure:
                 refused = failure
             else:
                 break
         if not regions:  # or not any more
-            self._regions.pop(gpu, None)
-            self._keys.pop(gpu, None)
+            self._regions.pop(client, None)
+            self._keys.pop(client, None)
             self._retired += [key for key in (old, made) if key is not None]
         elif made is not None:
-            self._keys[gpu] = made
+            self._keys[client] = made
             self._retired += [old] if old is not None else []
         elif refused is not None and old is not None:
-            self._ctx.state.error(refused.code, f"{refused.text}; its predecessor keeps memory of {gpu}")
+            self._ctx.state.error(refused.code, f"{refused.text}; its predecessor keeps GPU memory")
         elif refused is not None:
             failures.append(refused)
 
-    async def _new(self, gpu: str, region: Keys, place: Place) -> _Key:
-        if gpu not in self._keys and len(self._keys) == MAX_FLUSH_TARGETS:
-            raise RelayError(ErrorCode.LIMIT, f"{place.what}: memory of {MAX_FLUSH_TARGETS} GPUs is registered already")
+    async def _new(self, client: int, region: Keys, place: Place) -> _Key:
+        if client not in self._keys and len(self._keys) == MAX_FLUSH_TARGETS:
+            text = f"{place.what}: {MAX_FLUSH_TARGETS} clients receive into GPU memory already"
+            raise RelayError(ErrorCode.LIMIT, text)
         what, keys = f"flush key of {place.what}", Keys()
         try:
             keys.dmabuf = os.dup(region.dmabuf)

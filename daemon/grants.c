@@ -2,31 +2,23 @@
 
 #include "window.h"
 
-int rr_grants_may_ask(const struct rr_grants *grants)
+static int may_ask(const struct rr_grants *grants, uint32_t owner)
 {
-    return grants->asked + grants->granted_count + grants->return_count < RR_WINDOW;
+    uint32_t out = grants->asked + grants->granted_count + grants->return_count;
+    return out < RR_WINDOW && grants->asked_by[owner] < (out < RR_WINDOW / 2 ? RR_WANTS_OF_OWNER : 1u);
 }
 
-static void park(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work, uint64_t want)
+static void park(struct rr_grants *grants, struct rr_work *work, uint64_t want, int inherits)
 {
-    work->state = RR_WORK_PARKED;
-    work->connection = connection;
+    work->inherits = (uint32_t)inherits;
     work->sequence = want;
-    work->parked_ns = rr_now_ns();
     work->next = grants->parked;
     grants->parked = work;
-    rr_count(rail, RR_RAIL_GRANT_WAITS, 1);
 }
 
-void rr_grants_park(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work)
-{
-    grants->asked++;
-    work->inherits = 0;
-    park(rail, grants, connection, work, ++grants->next_want);
-}
-
-/* A slot is good for any slice: none is larger than the receiver's slots. */
-int rr_grants_inherit(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work)
+/* Waits for an answer that another for the same owner has given up. A slot is good for any slice: none is larger than the
+ * receiver's slots. */
+static int inherit(struct rr_grants *grants, struct rr_work *work)
 {
     struct rr_given_up *oldest = NULL;
     for (uint32_t i = 0; i < grants->given_up_count; i++) {
@@ -34,10 +26,107 @@ int rr_grants_inherit(struct rr_rail *rail, struct rr_grants *grants, struct rr_
         if (one->owner == work->owner && (!oldest || one->want < oldest->want)) oldest = one;
     }
     if (!oldest) return 0;
-    work->inherits = 1;
-    park(rail, grants, connection, work, oldest->want);
+    park(grants, work, oldest->want, 1);
     *oldest = grants->given_up[--grants->given_up_count];
     return 1;
+}
+
+static void ask(struct rr_grants *grants, struct rr_work *work)
+{
+    grants->asked++;
+    grants->asked_by[work->owner]++;
+    park(grants, work, ++grants->next_want, 0);
+}
+
+static void put_aside(struct rr_grants *grants, struct rr_work *work)
+{
+    struct rr_aside *aside = &grants->aside[work->owner];
+    work->next = NULL;
+    if (aside->last)
+        aside->last->next = work;
+    else
+        aside->first = work;
+    aside->last = work;
+    grants->owners_aside[work->owner / 64] |= 1ull << work->owner % 64;
+}
+
+static struct rr_work *take_aside(struct rr_grants *grants, uint32_t owner)
+{
+    struct rr_aside *aside = &grants->aside[owner];
+    struct rr_work *work = aside->first;
+    aside->first = work->next;
+    work->next = NULL;
+    if (!aside->first) {
+        aside->last = NULL;
+        grants->owners_aside[owner / 64] &= ~(1ull << owner % 64);
+    }
+    return work;
+}
+
+int rr_grants_want(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work)
+{
+    work->state = RR_WORK_PARKED;
+    work->connection = connection;
+    work->parked_ns = rr_now_ns();
+    rr_count(rail, RR_RAIL_GRANT_WAITS, 1);
+    if (grants->aside[work->owner].first) {
+        put_aside(grants, work);
+        return 0;
+    }
+    if (inherit(grants, work)) return 0;
+    if (!may_ask(grants, work->owner)) {
+        put_aside(grants, work);
+        return 0;
+    }
+    ask(grants, work);
+    return 1;
+}
+
+/* The first one of this owner that may ask; those before it inherit, or have been stopped. */
+static struct rr_work *due_of(struct rr_rail *rail, struct rr_grants *grants, uint32_t owner)
+{
+    struct rr_work *work;
+    while ((work = grants->aside[owner].first)) {
+        uint32_t stopped = rr_transfer_stopped(work->source->client, work->transfer, work->generation);
+        if (stopped) {
+            rr_work_done(rail, take_aside(grants, owner), stopped);
+            continue;
+        }
+        if (!grants->given_up_count && !may_ask(grants, owner)) return NULL;
+        take_aside(grants, owner);
+        if (inherit(grants, work)) continue;
+        if (may_ask(grants, owner)) {
+            ask(grants, work);
+            return work;
+        }
+        work->next = grants->aside[owner].first; /* back in front */
+        grants->aside[owner].first = work;
+        if (!grants->aside[owner].last) grants->aside[owner].last = work;
+        grants->owners_aside[owner / 64] |= 1ull << owner % 64;
+        return NULL;
+    }
+    return NULL;
+}
+
+struct rr_work *rr_grants_due(struct rr_rail *rail, struct rr_grants *grants)
+{
+    if (!rr_grants_waiting(grants)) return NULL;
+    for (uint32_t i = 0; i < RR_MAX_CLIENTS; i++) {
+        uint32_t owner = (grants->next_owner + i) % RR_MAX_CLIENTS;
+        if (!(grants->owners_aside[owner / 64] >> owner % 64 & 1)) continue;
+        struct rr_work *work = due_of(rail, grants, owner);
+        if (!work) continue;
+        grants->next_owner = owner + 1;
+        return work;
+    }
+    return NULL;
+}
+
+int rr_grants_waiting(const struct rr_grants *grants)
+{
+    uint64_t any = 0;
+    for (uint32_t i = 0; i < RR_MAX_CLIENTS / 64; i++) any |= grants->owners_aside[i];
+    return any != 0;
 }
 
 static struct rr_work *unpark(struct rr_grants *grants, uint64_t want)
@@ -52,21 +141,25 @@ static struct rr_work *unpark(struct rr_grants *grants, uint64_t want)
     return NULL;
 }
 
+/* The owner, or -1. */
 static int was_given_up(struct rr_grants *grants, uint64_t want)
 {
     for (uint32_t i = 0; i < grants->given_up_count; i++) {
         if (grants->given_up[i].want != want) continue;
+        int owner = (int)grants->given_up[i].owner;
         grants->given_up[i] = grants->given_up[--grants->given_up_count];
-        return 1;
+        return owner;
     }
-    return 0;
+    return -1;
 }
 
 int rr_grants_answer(struct rr_rail *rail, struct rr_grants *grants, uint64_t want, uint32_t code, const struct rr_grant *grant)
 {
     struct rr_work *work = unpark(grants, want);
-    if (!work && !was_given_up(grants, want)) return -1;
+    int owner = work ? (int)work->owner : was_given_up(grants, want);
+    if (owner < 0) return -1;
     grants->asked--;
+    grants->asked_by[owner]--;
     if (!work) {
         if (!code) grants->returns[grants->return_count++] = *grant;
         return 0;
@@ -104,6 +197,28 @@ struct rr_work *rr_grants_next(struct rr_grants *grants)
 
 void rr_grants_unused(struct rr_grants *grants, const struct rr_grant *grant) { grants->returns[grants->return_count++] = *grant; }
 
+/* Those of stopped transfers, and of clients that leave, have asked for nothing. */
+static void purge_aside(struct rr_rail *rail, struct rr_grants *grants)
+{
+    for (uint32_t owner = 0; owner < RR_MAX_CLIENTS; owner++) {
+        struct rr_work *work = grants->aside[owner].first;
+        if (!work) continue;
+        grants->aside[owner] = (struct rr_aside){NULL, NULL};
+        grants->owners_aside[owner / 64] &= ~(1ull << owner % 64);
+        for (struct rr_work *next; work; work = next) {
+            next = work->next;
+            struct rr_client *client = work->source->client;
+            uint32_t result = rr_transfer_stopped(client, work->transfer, work->generation);
+            if (!result && client->ports[rail->number].detaching) result = RR_CLIENT_GONE;
+            work->next = NULL;
+            if (result)
+                rr_work_done(rail, work, result);
+            else
+                put_aside(grants, work);
+        }
+    }
+}
+
 void rr_grants_purge(struct rr_rail *rail, struct rr_grants *grants)
 {
     for (int granted = 0; granted < 2; granted++) {
@@ -129,16 +244,37 @@ void rr_grants_purge(struct rr_rail *rail, struct rr_grants *grants)
         }
         if (granted) grants->granted_last = last;
     }
+    purge_aside(rail, grants);
 }
 
 void rr_grants_end_stopped(struct rr_rail *rail, struct rr_grants *grants)
 {
     rr_end_stopped(rail, &grants->parked);
     rr_end_stopped(rail, &grants->granted);
+    purge_aside(rail, grants);
+}
+
+/* Newest first: each goes in front of those before. */
+static void settle_aside(struct rr_rail *rail, struct rr_grants *grants, uint32_t otherwise)
+{
+    for (uint32_t owner = 0; owner < RR_MAX_CLIENTS; owner++) {
+        struct rr_work *newest = NULL;
+        while (grants->aside[owner].first) {
+            struct rr_work *work = take_aside(grants, owner);
+            work->next = newest;
+            newest = work;
+        }
+        for (struct rr_work *next; newest; newest = next) {
+            next = newest->next;
+            newest->next = NULL;
+            rr_work_again(rail, newest, otherwise);
+        }
+    }
 }
 
 void rr_grants_settle(struct rr_rail *rail, struct rr_grants *grants, uint32_t otherwise)
 {
+    settle_aside(rail, grants, otherwise);
     struct rr_work *lists[2] = {grants->granted, grants->parked};
     grants->granted = grants->granted_last = grants->parked = NULL;
     for (int i = 0; i < 2; i++) {

@@ -7,6 +7,12 @@
 
 struct rr_grants {
     struct rr_work *parked;                  /* asked for */
+    struct rr_aside {
+        struct rr_work *first, *last;
+    } aside[RR_MAX_CLIENTS];                 /* by owner: must not ask yet */
+    uint64_t owners_aside[RR_MAX_CLIENTS / 64]; /* bits: who has any */
+    uint32_t next_owner;                     /* who is looked at first */
+    uint16_t asked_by[RR_MAX_CLIENTS];       /* by owner, as `asked` */
     struct rr_work *granted, *granted_last;  /* to be sent next */
     uint64_t next_want;
     uint32_t asked;                          /* not answered yet, of parked slices or given up */
@@ -19,12 +25,17 @@ struct rr_grants {
 };
 
 /* Of all that was asked for and neither used nor given back at most RR_WINDOW: a receiver whose owner has stopped keeps wants
- * whose slices ended long ago, and takes no more of one connection. */
-int rr_grants_may_ask(const struct rr_grants *grants);
-/* The slice waits for an answer that one for the same owner has given up; 0: there is none, it has to ask. */
-int rr_grants_inherit(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work);
-/* The caller asks for it under work->sequence; it may. */
-void rr_grants_park(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work);
+ * whose slices ended long ago, and takes no more of one connection. One owner has at most RR_WANTS_OF_OWNER of them, and
+ * one when half of all are out, so that owners that have stopped leave some for others. */
+#define RR_WANTS_OF_OWNER 16u
+
+/* Takes a slice for private memory. 1: the caller asks for it under work->sequence. 0: it waits for an answer that another
+ * for the same owner has given up, or until it may ask. */
+int rr_grants_want(struct rr_rail *rail, struct rr_grants *grants, struct rr_connection *connection, struct rr_work *work);
+/* A slice that waited and may ask now, as above; NULL: none. */
+struct rr_work *rr_grants_due(struct rr_rail *rail, struct rr_grants *grants);
+/* Does any wait that has not asked yet? */
+int rr_grants_waiting(const struct rr_grants *grants);
 /* 0, or -1 for an answer to nothing. */
 int rr_grants_answer(struct rr_rail *rail, struct rr_grants *grants, uint64_t want, uint32_t code, const struct rr_grant *grant);
 /* The next granted slice, or NULL. */

@@ -23,7 +23,8 @@ MAX_REQUESTS: Final = 1024
 
 R = TypeVar("R", bound=Message)
 Answer = Message | None
-# Answers a request by its reply, an event by None; RelayError becomes Refused.
+# Answers a request by its reply, an event by None; RelayError becomes Refused. What no correct peer says is RelayError
+# PROTOCOL, or the OverflowError of a number that cannot be: it ends the connection.
 Handlers = Mapping[type[Message], Callable[..., Answer | Awaitable[Answer]]]
 
 _REPLIES: Final = (
@@ -48,7 +49,7 @@ class PeerRefused(RelayError):
 class Link(asyncio.Protocol):
     def __init__(self, report: Report, ids: itertools.count[int] | None = None) -> None:
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
-        self.address = "?"
+        self.address = self._host = "?"
         self._handlers: Handlers = {}
         self._answered = False
         self._holds = False
@@ -117,8 +118,11 @@ class Link(asyncio.Protocol):
     def violate(self, what: str) -> None:
         """Closes the connection because of what the other end did."""
         if not self._reason:
-            origin = f"control connection of {self.address}"
-            self._report(ErrorCode.PROTOCOL, f"{origin}: {what}", key=origin)
+            what = RelayError(ErrorCode.PROTOCOL, what).text  # not as long as the other end likes
+            text = f"control connection of {self.address}: {what}"
+            self._report(
+                ErrorCode.PROTOCOL, text, key=f"control connection of {self._host}"
+            )  # names are made up easily
             self.close(what)
 
     def close(self, reason: str) -> None:
@@ -143,7 +147,7 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self.address = (transport.get_extra_info("peername") or "?")[0]  # without the port: one error record a stranger
+        self.address = self._host = (transport.get_extra_info("peername") or "?")[0]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.close(f"connection lost ({exc})" if exc else "closed by the other end")
@@ -211,6 +215,7 @@ class Link(asyncio.Protocol):
             task = asyncio.get_running_loop().create_task(self._answer(message, answer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: answer.close())  # of one that is cancelled before it begins
         elif answer is not None:
             self.send(cast("Message", answer))
 
@@ -224,11 +229,16 @@ class Link(asyncio.Protocol):
                 self.send(answer)
 
     def _refuse(self, message: protocol.PeerMessage, failure: Exception) -> None:
-        if not isinstance(failure, RelayError):
-            failure = RelayError(ErrorCode.INTERNAL, f"{type(message).__name__}: {failure}")
+        name = type(message).__name__
+        if isinstance(failure, OverflowError):
+            failure = RelayError(ErrorCode.PROTOCOL, f"{name} with a number that cannot be ({failure})")
+        elif not isinstance(failure, RelayError):
+            failure = RelayError(ErrorCode.INTERNAL, f"{name}: {failure}")
             self._report(failure.code, failure.text)
         if not isinstance(message, _EVENTS):
             self.send(protocol.Refused(message.id, failure.code, failure.text))
+        if failure.code is ErrorCode.PROTOCOL:
+            self.violate(failure.text)
 
     async def _ping(self, silence_s: float) -> None:
         while True:

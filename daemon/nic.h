@@ -30,17 +30,21 @@ struct rr_nic_ops {
     /* Sender: stops using the connection as if it had failed; RR_EVENT_SENDER_LOST follows. */
     void (*lose)(struct rr_nic *nic, struct rr_connection *connection, int error);
     /* Sender, lost: the frames in acks ended with their codes; the rest is queued again, or fails with `otherwise` if
-     * that is not RR_OK. Frees the connection. */
+     * that is not RR_OK. Those whose code is RR_UNSETTLED wait for another call; other slices do not. */
     void (*settle)(struct rr_nic *nic, struct rr_connection *connection, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
                    uint32_t otherwise);
-    /* Receiver: nothing more is placed; RR_EVENT_RECEIVER_FENCED follows and the connection is freed. */
+    /* Receiver: nothing more is placed; RR_EVENT_RECEIVER_FENCED follows. Frames that their owners have still to copy out of
+     * bounce memory are told as RR_UNSETTLED there, each with a RR_EVENT_FRAME_SETTLED later. */
     void (*fence)(struct rr_nic *nic, struct rr_connection *connection);
     /* Receiver: frames under way to this export (or with this tag to this client) are refused from now on. */
     void (*refuse)(struct rr_nic *nic, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result);
     /* Receiver: may bytes of refused frames still land? NULL: never, once refuse has returned. */
     int (*landing)(struct rr_nic *nic, uint32_t client, uint32_t handle, uint64_t tag);
-    /* One-sided: how many posted frames, or frames of which that is not known any more, name this handle of the peer. */
-    uint32_t (*naming)(struct rr_nic *nic, uint32_t peer, uint32_t handle);
+    /* One-sided: the posted frames, or frames of which that is not known any more, that name this handle of the peer, by the
+     * latest of each connection. marks: NULL, or room for as many as there were a moment ago. How many. */
+    uint32_t (*naming)(struct rr_nic *nic, uint32_t peer, uint32_t handle, struct rr_mark *marks);
+    /* Has that frame ended, and those before it? Looked at when rail->frames_ended says so. */
+    int (*ended)(struct rr_nic *nic, const struct rr_mark *mark);
     /* The NIC is of no use any more: everything posted, now and later, ends with this result. NULL: cannot happen. */
     void (*fail)(struct rr_nic *nic, uint32_t result);
     /* Ends work that is stopped and of which the receiver has nothing yet. */

@@ -14,7 +14,9 @@ import itertools
 import logging
 import os
 import random
+import struct
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +39,7 @@ from railrelay.shm_layout.segment import PeerState
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
-ACK_BYTES: Final = 16  # sequence and result
+ACK: Final = struct.Struct("<QQ")  # sequence and result
 MOST_ACKS: Final = 256
 
 log = logging.getLogger("railrelay")
@@ -57,7 +59,7 @@ class Peer:
     link: Link | None = None
     users: set[Client] = field(default_factory=set)
     callers: int = 0  # of connect()
-    regions: int = 0
+    openings: Counter[int] = field(default_factory=Counter)  # of regions by local clients, by handle
     fences: int = 0
     owners: dict[int, int] = field(default_factory=dict)  # number of a client of the peer -> its serial
     gone: bool = False
@@ -236,9 +238,11 @@ class Peers:
                 if peer.instance:
                     self._ctx.state.error(peer.failure.code, peer.failure.text)
             else:
-                pause_s = FIRST_PAUSE_S
+                began = time.monotonic()
                 self._up(peer, link)
                 reason = await link.closed
+                if time.monotonic() - began > LONGEST_PAUSE_S:  # else it is one that breaks as soon as it is there
+                    pause_s = FIRST_PAUSE_S
                 self._ctx.state.error(
                     ErrorCode.CONNECTION_LOST, f"peer {peer.session}: control connection ended: {reason}"
                 )
@@ -262,6 +266,7 @@ class Peers:
             )
             welcome = await link.request(hello, protocol.Welcome, timeout_s)
             rails.check_facts(peer.session, welcome.rails)
+            rails.check_instance(peer.session, welcome.instance)
             _check_same(peer, welcome)
             if not peer.instance:
                 ctx.plane.add_peer(peer.row, len(welcome.rails))
@@ -314,12 +319,25 @@ class Peers:
 
     # ---- regions ----
 
+    def violated(self, peer: Peer, failure: RelayError) -> None:
+        """The peer has answered what no correct one does."""
+        if peer.link is not None:
+            peer.link.violate(failure.text)
+
+    def region_opened(self, peer: Peer, handle: int) -> None:
+        peer.openings[handle] += 1
+        self._show_counts(peer)
+
     def close_region(self, peer: Peer, handle: int) -> None:
         """Not repeated if the connection is lost: a second close could take another client's opening back."""
-        self.count_regions(peer, -1)
+        peer.openings[handle] -= 1
+        last = peer.openings[handle] <= 0
+        if last:
+            del peer.openings[handle]
+        self._show_counts(peer)
         if peer.gone:
             return
-        if self._ctx.verbs:
+        if self._ctx.verbs and last:  # what another client goes on writing there never drains
             self._ctx.spawn(self._drain_and_close(peer, handle), f"close of a region of {peer.session}")
         elif peer.link is not None:
             peer.link.send(protocol.PeerCloseRegion(next(peer.ids), handle))
@@ -334,10 +352,9 @@ class Peers:
         plane = self._ctx.plane
         await self._ctx.commands.to_all(lambda cookie: plane.drain_handle(peer.row, handle, cookie))
 
-    def count_regions(self, peer: Peer, change: int) -> None:
-        peer.regions += change
+    def _show_counts(self, peer: Peer) -> None:
         if not peer.gone:
-            self._ctx.state.peer_counts(peer.row, regions=peer.regions, fences=peer.fences)
+            self._ctx.state.peer_counts(peer.row, regions=peer.openings.total(), fences=peer.fences)
 
     def _region_gone(self, peer: Peer, message: protocol.PeerRegionGone) -> Answer | Awaitable[Answer]:
         for client in peer.users:
@@ -453,9 +470,11 @@ class Peers:
             raise
         try:
             remote = verbs.checked_endpoint(f"peer {peer.session}", token.endpoint, pair.there, peer.rails)
-        except RelayError:
+        except RelayError as failure:
             nics.drop(endpoint)
             self._forsake(peer, token.connection)
+            if failure.code is ErrorCode.PROTOCOL:
+                self.violated(peer, failure)
             raise
         try:
             await nics.connect(rail, endpoint, pair.here, remote)
@@ -532,7 +551,7 @@ class Peers:
             if error == errno.ETIMEDOUT:  # the other end was not reached
                 self._takeover.suspect(peer, sender.pair)
         peer.fences += 1
-        self.count_regions(peer, 0)
+        self._show_counts(peer)
         where = f"peer {peer.session}: connection of rail {sender.rail} to rail {sender.remote_rail}"
         if number in self._given_back:
             self._given_back.remove(number)
@@ -548,13 +567,11 @@ class Peers:
             await self._ctx.commands.send(partial(plane.settle_sender, sender.rail, number, 0, b""))
             self._senders.pop(number, None)
             return
+        peer_s, wait_s = self._ctx.config.timeouts.peer_s, 0.0
         while not peer.gone:
             try:
                 fenced = await self.ask(
-                    peer,
-                    lambda n: protocol.FenceRail(n, connection),
-                    protocol.RailFenced,
-                    self._ctx.config.timeouts.peer_s,
+                    peer, partial(protocol.FenceRail, connection=connection, wait_s=wait_s), protocol.RailFenced, peer_s
                 )
             except PeerRefused as refusal:
                 self.drop(peer, f"cannot tell what was placed: {refusal.text}")
@@ -564,7 +581,7 @@ class Peers:
                 self._ctx.state.error(failure.code, f"fence of rail {sender.rail} waits: {failure.text}")
                 await asyncio.sleep(FIRST_PAUSE_S)
             else:
-                acks, odd = divmod(len(fenced.acks), ACK_BYTES)
+                acks, odd = divmod(len(fenced.acks), ACK.size)
                 if odd or acks > min(fenced.placed, MOST_ACKS) or fenced.placed >= 1 << 63:
                     self.drop(peer, f"says that {fenced.placed} frames came, with {len(fenced.acks)} bytes of results")
                     return
@@ -573,7 +590,10 @@ class Peers:
                 self._senders.pop(number, None)
                 if sender.pair is not None:
                     self._show_rail(sender.rail)
-                return
+                if all(result != Result.UNSETTLED for _, result in ACK.iter_unpack(fenced.acks)):
+                    return
+                wait_s = peer_s / 2
+                await asyncio.sleep(FIRST_PAUSE_S)
 
     # ---- ports of verbs rails ----
 

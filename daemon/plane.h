@@ -32,6 +32,7 @@ enum rr_event_kind {
     RR_EVENT_SENDER_LOST,
     RR_EVENT_RECEIVER_LOST,
     RR_EVENT_RECEIVER_FENCED,
+    RR_EVENT_FRAME_SETTLED,
     RR_EVENT_CLIENT_DETACHED,
     RR_EVENT_VIOLATION,
     RR_EVENT_NOTE_DUE,
@@ -136,7 +137,7 @@ enum rr_work_state { RR_WORK_FREE = 0, RR_WORK_QUEUED, RR_WORK_PARKED, RR_WORK_P
 
 /* A slot of bounce memory at the receiver. The keys: one-sided NICs. */
 struct rr_grant {
-    uint64_t grant; /* slot + 1; 0: none */
+    uint64_t grant; /* as the receiver says it; 0: none */
     uint64_t address, table_address;
     uint32_t rkey, owner;
 };
@@ -202,6 +203,8 @@ struct rr_bounce_pending {
     uint32_t slot, window;
 };
 
+enum rr_slot_use { RR_SLOT_UNUSED = 0, RR_SLOT_FILLING, RR_SLOT_FILLED };
+
 /* Bounce memory of one client on one rail: how frames reach memory that only its own process can write. */
 struct rr_bouncer {
     struct rr_mapping *memory;
@@ -212,11 +215,11 @@ struct rr_bouncer {
     struct rr_run *runs;
     struct rr_bounce_pending *pending; /* [slots] by position */
     struct rr_connection **reserved_by; /* [slots]; NULL: free */
-    uint8_t *in_use;                    /* [slots]: holds a frame, or part of one */
+    uint8_t *in_use;                    /* [slots]: enum rr_slot_use */
     struct rr_bounce_wait *waits;
     uint32_t wait_count, wait_capacity;
     uint64_t filled, reclaimed;
-    uint32_t slots, owner;
+    uint32_t slots, owner, serial;
 };
 
 /* What one rail keeps for one client. */
@@ -253,10 +256,12 @@ struct rr_client {
 };
 
 /* Aborted tags: open addressing, filled to half. When a set is full a new one goes in front and the one before the last
- * is freed, so that at least the latest RR_TOMBSTONES tags are known. Written by the main thread. */
+ * goes, so that at least the latest RR_TOMBSTONES tags are known; it is freed once every rail has been between two of its
+ * cycles. Written by the main thread. */
 struct rr_tombstones {
     struct rr_tombstones *older;
     uint32_t count;
+    uint32_t readers; /* on its way out: rails that may still look at it */
     uint64_t tags[2 * RR_TOMBSTONES];
     uint64_t owners[2 * RR_TOMBSTONES]; /* of aborts by a peer's client: rr_peer_owner(); else 0 */
 };
@@ -281,19 +286,26 @@ struct rr_path {
 struct rr_command {
     struct rr_command *next;
     void (*run)(struct rr_rail *, struct rr_command *);
+    void (*discard)(struct rr_command *); /* in place of run when the rail has ended: frees what it holds; NULL: nothing */
     uint64_t cookie;
     uint64_t a, b, c, d;
     void *pointer;
     uint64_t pointer_bytes;
 };
 
+/* The latest frame of a sending connection that names something. */
+struct rr_mark {
+    uint64_t connection, sequence;
+};
+
 /* An answer that waits until the client has emptied its bounce memory up to a position, and until the NIC writes
- * nothing of what is refused. */
+ * nothing of what is refused. Or, with marks, until these frames, and those before them, have ended. */
 struct rr_deferred {
     struct rr_deferred *next;
     uint32_t client, handle;
-    uint32_t peer; /* RR_NONE, or: until no posted frame names this peer's handle */
     uint64_t cookie, until, tag;
+    struct rr_mark *marks;
+    uint32_t mark_count;
 };
 
 /* What a rail with a verbs NIC is opened with. */
@@ -318,6 +330,7 @@ struct rr_rail {
     struct rr_path *active;
     struct rr_nic *nic;
     struct rr_deferred *deferred;
+    uint32_t frames_ended; /* since the deferred answers with marks were looked at */
     struct rr_verbs_options verbs;
     struct rr_trace_writer trace;
     uint64_t now_ns; /* 0: not known (rr_rail_now) */

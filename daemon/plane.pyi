@@ -12,7 +12,11 @@ SENDER_LOST: Final[int]  # (kind, rail, connection, errno, peer, remote_rail, sl
 RECEIVER_LOST: Final[int]  # (kind, rail, connection, errno, session, 0, 0); 0 = clean end of stream
 RECEIVER_FENCED: Final[
     int
-]  # (kind, rail, connection, placed, 0, 0, 0): fence_acks(connection) has the results; the connection is freed
+]  # (kind, rail, connection, placed, unsettled, client, 0): fence_acks(connection) has the results; client: one of those
+# that frames with an UNSETTLED result are for
+FRAME_SETTLED: Final[
+    int
+]  # (kind, rail, connection, sequence, result, 0, 0): what became of a frame whose result at the fence was UNSETTLED
 CLIENT_DETACHED: Final[
     int
 ]  # (kind, rail, client, 0, 0, 0, 0): nothing of the client is in flight on this rail any more
@@ -216,7 +220,8 @@ class DataPlane:
         """Hands over a connected non-blocking socket after its preamble was written; the plane owns and closes it. verbs: a
         connected endpoint's id in its place; it serves both classes, and express says nothing."""
     def settle_sender(self, rail: int, connection: int, placed: int, acks: bytes, cookie: int) -> None:
-        """The receiver has fenced the connection: placed slices complete, refused ones fail, others are queued again."""
+        """The receiver has fenced the connection: placed slices complete, refused ones fail, others are queued again. Those
+        whose result is UNSETTLED wait for another call with all results that are known then."""
     def close_sender(self, rail: int, connection: int) -> None:
         """Closes a live connection as if it were lost: SENDER_LOST follows."""
     def fail_path(self, rail: int, peer: int, remote_rail: int, express: bool, result: int, cookie: int) -> None:
@@ -228,9 +233,10 @@ class DataPlane:
     def add_receiver(self, rail: int, connection: int, session: int, fd: int) -> None:
         """fd as in add_sender(). verbs: before the peer is told the endpoint's queue pair number."""
     def fence_receiver(self, rail: int, connection: int) -> None:
-        """Closes it; RECEIVER_FENCED when its last bounced frame is settled."""
+        """Closes it: RECEIVER_FENCED when nothing more arrives."""
     def fence_acks(self, connection: int) -> bytes:
-        """The latest acknowledgements that the receiver gave: 16 bytes each, sequence and result, little-endian."""
+        """The latest results, 16 bytes each: sequence and result, little-endian. UNSETTLED: the owner of the memory has
+        still to copy the frame; FRAME_SETTLED follows."""
     def add_export(self, handle: int, session: int, client: int, region: int, nbytes: int) -> None: ...
     def remove_export(self, handle: int, cookie: int) -> None:
         """After all rails answered no byte lands there any more; frames on their way are refused (RR_REGION_GONE)."""

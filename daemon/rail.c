@@ -312,7 +312,7 @@ static int has_tombstone(struct rr_tombstones *const *newest, uint64_t owner, ui
 {
     const struct rr_tombstones *set = rr_load_acquire_pointer((void *const *)newest);
     /* Two sets are enough: a third may be on its way out. */
-    for (int sets = 0; set && tag && sets < 2; set = set->older, sets++) {
+    for (int sets = 0; set && tag && sets < 2; set = rr_load_acquire_pointer((void *const *)&set->older), sets++) {
         for (uint64_t at = rr_tombstone_hash(tag);; at = (at + 1) % (2 * RR_TOMBSTONES)) {
             uint64_t seen = rr_load_acquire_u64(&set->tags[at]); /* its owner was written before */
             if (seen == tag && set->owners[at] == owner) return 1;
@@ -380,6 +380,12 @@ static int still_landing(struct rr_rail *rail, const struct rr_deferred *deferre
     return ops->landing && ops->landing(rail->nic, deferred->client, deferred->handle, deferred->tag);
 }
 
+static int still_named(struct rr_rail *rail, struct rr_deferred *deferred)
+{
+    while (deferred->mark_count && rail->nic->ops->ended(rail->nic, &deferred->marks[deferred->mark_count - 1])) deferred->mark_count--;
+    return deferred->mark_count != 0;
+}
+
 static int reclaim(struct rr_rail *rail)
 {
     int work_count = 0;
@@ -387,16 +393,18 @@ static int reclaim(struct rr_rail *rail)
         struct rr_bouncer *bouncer = &rail->clients[i]->ports[rail->number].bouncer;
         if (bouncer->shared && bouncer->filled != bouncer->reclaimed) work_count += rail->nic->ops->reclaim(rail->nic, rail->clients[i]);
     }
+    uint32_t frames_ended = rail->frames_ended;
+    rail->frames_ended = 0;
     struct rr_deferred **link = &rail->deferred;
     while (*link) {
         struct rr_deferred *deferred = *link;
-        const struct rr_nic_ops *ops = rail->nic->ops;
-        if (deferred->peer != RR_NONE ? ops->naming(rail->nic, deferred->peer, deferred->handle) != 0 : still_landing(rail, deferred)) {
+        if (deferred->marks ? !frames_ended || still_named(rail, deferred) : still_landing(rail, deferred)) {
             link = &deferred->next;
             continue;
         }
         rr_event_push(rail->plane, RR_EVENT_COMMAND_DONE, rail->number, (int64_t)deferred->cookie, 0, 0, 0, 0);
         *link = deferred->next;
+        free(deferred->marks);
         free(deferred);
     }
     return work_count;

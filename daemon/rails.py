@@ -168,6 +168,12 @@ def check_facts(session: str, rails: list[RailFacts]) -> None:
             )
 
 
+def check_instance(session: str, instance: int) -> None:
+    """The same of its instance."""
+    if not 0 < instance < 1 << 63:
+        raise RelayError(ErrorCode.PROTOCOL, f"{session[:96]} says that its instance is {instance}")
+
+
 async def connect(
     local: RailFacts, remote: RailFacts, rail: int, connection: int, secret: bytes, tcp: Tcp, timeout_s: float
 ) -> socket.socket:

@@ -22,6 +22,7 @@ from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import Message
 from railrelay.daemon import dmabuf
 from railrelay.daemon.client import KEPT_TAGS, Client, Region, Remote
+from railrelay.daemon.config import MAX_CLIENTS
 from railrelay.daemon.context import Context, on_worker, run_on_worker
 from railrelay.daemon.emulated import Source, made_up_base
 from railrelay.daemon.flush import Flush, Place
@@ -203,6 +204,8 @@ class Requests:
         expected = (message.handle == "vmm") + message.dmabuf if of_gpu else int(message.shared)
         if len(fds) != expected or (of_gpu and message.shared):
             raise RelayError(ErrorCode.BAD_ARGUMENT, f"Register came with {len(fds)} descriptors; expected {expected}")
+        if of_gpu:
+            self._check_gpu(client, message.device)
         if message.shared:
             _check_file(fds[0], message.offset, message.bytes)
         else:
@@ -212,12 +215,13 @@ class Requests:
         copied = of_gpu and message.handle != "" and ctx.helpers.device(rail) != ""
         reached = copied or (of_gpu and message.dmabuf and ctx.rails[rail].nic == "verbs")
         direct = message.shared or reached
+        number = ctx.helpers.new_memory() if direct else 0
         index = client.region_rows.take()
         if index is None:
+            ctx.helpers.free_memory(number)
             raise RelayError(
                 ErrorCode.LIMIT, f"{client} has {client.region_rows.count} regions; raise limits.regions_per_client"
             )
-        number = ctx.helpers.new_memory() if direct else 0
         base = made_up_base(number) if reached else 0
         if reached and not copied:  # a device takes memory at the place in a page where the dma-buf has it
             base += message.dmabuf_offset % mmap.PAGESIZE
@@ -242,6 +246,7 @@ class Requests:
         except OSError as failure:
             region.handed.close()
             client.region_rows.free(index)
+            ctx.helpers.free_memory(number)
             raise RelayError(
                 ErrorCode.BAD_ARGUMENT, f"region of {message.bytes} bytes cannot be mapped: {failure}"
             ) from None
@@ -302,7 +307,7 @@ class Requests:
         await ctx.verbs.register(region.keys, what, base, region.nbytes, dmabuf_offset=message.dmabuf_offset)
         if message.memory == "device" and region.receive:
             place = Place(what, base, min(region.nbytes, mmap.PAGESIZE), message.dmabuf_offset)
-            await self._flush.add(message.device, region.keys, place)
+            await self._flush.add(client.serial, region.keys, place)
         ctx.plane.set_region_keys(client.row, region.index, region.keys.lkeys)
 
     async def _add_bounces(self, client: Client) -> None:
@@ -371,6 +376,14 @@ class Requests:
         client.region_rows.free(index)
         self._count(client)
 
+    def _check_gpu(self, client: Client, device: str) -> None:
+        """What makes sure of its memory, and copies it, is one GPU a client."""
+        if client.gpu not in ("", device) or not device:
+            raise RelayError(
+                ErrorCode.BAD_ARGUMENT, f"memory of GPU {device[:64]!r}: {client} uses {client.gpu!r}; one client a GPU"
+            )
+        client.gpu = device
+
     def _check_rail(self, rail: int) -> None:
         if not 0 <= rail < len(self._ctx.rails):
             raise RelayError(ErrorCode.BAD_RAIL, f"rail {rail}; this node has rails 0 to {len(self._ctx.rails) - 1}")
@@ -403,10 +416,14 @@ class Requests:
                 protocol.PeerRegion,
                 self._ctx.config.timeouts.peer_s,
             )
-            self._peers.count_regions(peer, 1)
+            try:
+                _check_region(peer, opened)
+            except RelayError as failure:
+                self._peers.violated(peer, failure)
+                raise
+            self._peers.region_opened(peer, opened.handle)
             try:
                 self._peers.check(peer, client)  # it may have gone meanwhile
-                _check_region(peer, opened)
                 if ctx.verbs:
                     tags = struct.unpack(f"<{len(opened.aborted) // TAG_BYTES}Q", opened.aborted)
                     peer.aborted(ctx.plane, opened.owner, opened.owner_serial, tags)
@@ -539,6 +556,8 @@ def _check_region(peer: Peer, opened: protocol.PeerRegion) -> None:
         and 0 < opened.bytes < 1 << 63
         and 0 <= opened.address < 1 << 64
         and all(0 <= number < (1 << 32) - 1 for number in numbers)
+        and opened.owner < MAX_CLIENTS
+        and 0 <= opened.owner_serial < 1 << 63
         and 0 <= opened.iova < (1 << 64) - opened.bytes
         and len(opened.rkeys) in (0, len(peer.rails))
         and all(0 <= key < 1 << 32 for key in opened.rkeys)

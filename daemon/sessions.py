@@ -22,22 +22,24 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from railrelay.client import protocol
-from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import RailFacts
 from railrelay.daemon import topology
 from railrelay.daemon.client import Client, Region
 from railrelay.daemon.context import Context, run_on_worker
 from railrelay.daemon.flush import Flush
 from railrelay.daemon.link import Answer, Link
-from railrelay.daemon.rails import Rails, check_facts
+from railrelay.daemon.rails import Rails, check_facts, check_instance
 from railrelay.daemon.rows import Handles, Rows
 from railrelay.daemon.verbs import checked_endpoint
 
 HELLO_TIMEOUT_S: Final = 5.0
 MAX_STRANGERS: Final = 64  # control connections that have not said Hello yet
-KEPT_FENCES: Final = 1024  # a session
+KEPT_FENCES: Final = 1024  # a session, of those that wait for nothing
+LONGEST_NEWS_WAIT_S: Final = 60.0
 KEPT_NOTES: Final = 4096  # ids of delivered notes a session, to tell a repeated one
 PROBE_LIFE_S: Final = 30.0
+ACK: Final = struct.Struct("<QQ")  # sequence and result
 
 Debt = tuple[str, int, int]  # what is owed: "gone", handle; or "abort", owner's serial, tag
 
@@ -69,6 +71,20 @@ class Probe:
 
 
 @dataclass
+class Fenced:
+    """What arrived over a connection that is closed for good."""
+
+    placed: int
+    results: dict[int, int] = field(default_factory=dict)  # by sequence
+    unsettled: set[int] = field(default_factory=set)  # sequences: their owners have still to copy them
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # since it was asked last
+
+    def answer(self, number: int) -> protocol.RailFenced:
+        self.news.clear()
+        return protocol.RailFenced(number, self.placed, b"".join(ACK.pack(*ack) for ack in self.results.items()))
+
+
+@dataclass
 class Session:
     index: int
     instance: int
@@ -78,7 +94,7 @@ class Session:
     exports: dict[int, Export] = field(default_factory=dict)  # by handle
     tokens: set[int] = field(default_factory=set)  # connections that have not come yet
     receivers: dict[int, int] = field(default_factory=dict)  # connection -> rail
-    fenced: OrderedDict[int, tuple[int, bytes]] = field(default_factory=OrderedDict)
+    fenced: OrderedDict[int, Fenced] = field(default_factory=OrderedDict)  # by connection
     waiting: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # connections being fenced
     notes: OrderedDict[int, None] = field(default_factory=OrderedDict)
     opening: int = 0  # queue pairs
@@ -102,6 +118,7 @@ class Sessions:
         self._by_index: dict[int, Session] = {}
         self._by_instance: dict[int, Session] = {}
         self._by_connection: dict[int, Session] = {}
+        self._unsettled: dict[int, Fenced] = {}  # by connection
         self._strangers: set[Link] = set()
 
     # ---- control connections ----
@@ -139,6 +156,7 @@ class Sessions:
         if self._ctx.draining:
             raise RelayError(ErrorCode.DRAINING, f"{self._ctx.session} is going down")
         check_facts(hello.session, hello.rails)
+        check_instance(hello.session, hello.instance)
         session = self._by_instance.get(hello.instance)
         if hello.expect:
             if hello.expect != self._ctx.instance or session is None:
@@ -221,7 +239,7 @@ class Sessions:
             session.link.close(reason)
         for connection in list(session.tokens):
             self._rails.revoke(connection)
-            self._keep(session, connection, 0, b"")
+            self._keep(session, connection, Fenced(0))
         self._fence_all(session)
         if session.waiting:
             await asyncio.wait(list(session.waiting.values()))
@@ -374,16 +392,20 @@ class Sessions:
                 ErrorCode.BAD_RAIL,
                 f"rail {message.remote_rail} at {self._ctx.session} is emulated: only its own daemon reaches it",
             )
-        most = 4 * len(self._ctx.rails) * len(session.rails)  # bulk and express, and their successors
-        have = len(session.receivers) + len(session.tokens) + len(session.probes) + session.opening
-        if have >= most:
-            raise RelayError(ErrorCode.LIMIT, f"{session.name} has {most} rail connections to {self._ctx.session}")
         if nic == "verbs":
             return self._queue_pair(session, message)
+        self._check_room(session)
         connection, secret = self._rails.issue(message.remote_rail, session.index)
         self._by_connection[connection] = session
         session.tokens.add(connection)
         return protocol.RailToken(message.id, connection, secret)
+
+    def _check_room(self, session: Session) -> None:
+        """For one more connection."""
+        most = 4 * len(self._ctx.rails) * len(session.rails)  # bulk and express, and their successors
+        have = len(session.receivers) + len(session.tokens) + len(session.probes) + session.opening
+        if have >= most:
+            raise RelayError(ErrorCode.LIMIT, f"{session.name} has {most} rail connections to {self._ctx.session}")
 
     async def _queue_pair(self, session: Session, message: protocol.RailConnect) -> Answer:
         """It is ready to receive when the sender learns of it."""
@@ -393,6 +415,7 @@ class Sessions:
         if not 0 <= through < len(ctx.rails) or ctx.rails[through].nic != "verbs":
             raise RelayError(ErrorCode.BAD_RAIL, f"rail {through} at {ctx.session} is not verbs")
         remote = checked_endpoint(session.name, message.endpoint, None, session.rails)
+        self._check_room(session)  # here, with others that came in the same packet under way
         session.opening += 1
         try:
             if not message.probe:
@@ -423,36 +446,40 @@ class Sessions:
         if probe is not None:
             probe.expiry.cancel()
             self._ctx.verbs.drop(probe.endpoint)
-            self._keep(session, connection, 0, b"")
+            self._keep(session, connection, Fenced(0))
 
     def admit(self, rail: int, connection: int, index: int, accepted: socket.socket) -> None:
         """A connection has shown its token. One whose control connection is gone is fenced already."""
         session = self._by_index[index]
         if session.ended or session.link is None:
             accepted.close()
-            self._keep(session, connection, 0, b"")
+            self._keep(session, connection, Fenced(0))
             return
         session.tokens.discard(connection)
         session.receivers[connection] = rail
         self._ctx.plane.add_receiver(rail, connection, index, accepted.detach())
 
     def expired(self, connection: int, _index: int) -> None:
-        self._keep(self._by_connection[connection], connection, 0, b"")
+        self._keep(self._by_connection[connection], connection, Fenced(0))
 
     async def _fence_rail(self, session: Session, message: protocol.FenceRail) -> Answer:
         connection = message.connection
         if connection in session.tokens:
             self._rails.revoke(connection)
-            self._keep(session, connection, 0, b"")
+            self._keep(session, connection, Fenced(0))
         self._end_probe(session, connection)
         if connection in session.receivers:
             await asyncio.shield(self._fence(session, connection))
-        result = session.fenced.get(connection)
-        if result is None:
+        fenced = session.fenced.get(connection)
+        if fenced is None:
             raise RelayError(
                 ErrorCode.PEER_LOST, f"{self._ctx.session} has no connection {connection} of {session.name}"
             )
-        return protocol.RailFenced(message.id, *result)
+        if fenced.unsettled and message.wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(message.wait_s, LONGEST_NEWS_WAIT_S)):
+                    await fenced.news.wait()
+        return fenced.answer(message.id)
 
     def _fence(self, session: Session, connection: int) -> asyncio.Future[None]:
         if connection not in session.waiting:
@@ -479,22 +506,44 @@ class Sessions:
         if session is not None and connection in session.receivers:
             self._fence(session, connection)
 
-    def receiver_fenced(self, connection: int, placed: int) -> None:
+    def receiver_fenced(self, connection: int, placed: int, owner: str) -> None:
+        """``owner``: a client that has still to copy frames out of its bounce memory."""
         acks = self._ctx.plane.fence_acks(connection)
+        fenced = Fenced(placed, dict(ACK.iter_unpack(acks)))
+        fenced.unsettled = {sequence for sequence, result in fenced.results.items() if result == Result.UNSETTLED}
+        if fenced.unsettled:
+            self._unsettled[connection] = fenced
         session = self._by_connection.get(connection)
         if session is None or session.receivers.pop(connection, None) is None:
             return
-        self._keep(session, connection, placed, acks)
+        if fenced.unsettled:
+            self._ctx.state.error(
+                ErrorCode.BUSY,
+                f"{owner} has not copied {len(fenced.unsettled)} frames of {session.name} out of its bounce memory; the"
+                " connection they came by has ended, and their transfers settle once it has copied them or has ended",
+                key=f"unsettled frames for {owner}",
+            )
+        self._keep(session, connection, fenced)
         waiting = session.waiting.pop(connection, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
-    def _keep(self, session: Session, connection: int, placed: int, acks: bytes) -> None:
+    def frame_settled(self, connection: int, sequence: int, result: int) -> None:
+        """The owner has copied a frame that had arrived before the fence, or never will."""
+        fenced = self._unsettled[connection]
+        fenced.results[sequence] = result
+        fenced.unsettled.discard(sequence)
+        fenced.news.set()
+        if not fenced.unsettled:
+            del self._unsettled[connection]
+
+    def _keep(self, session: Session, connection: int, fenced: Fenced) -> None:
         self._by_connection.pop(connection, None)
         session.tokens.discard(connection)
-        session.fenced[connection] = (placed, acks)
-        if len(session.fenced) > KEPT_FENCES:
-            session.fenced.popitem(last=False)
+        session.fenced[connection] = fenced
+        settled = [number for number, known in session.fenced.items() if not known.unsettled]
+        if len(settled) > KEPT_FENCES:
+            del session.fenced[settled[0]]
 
     # ---- notes and abort ----
 

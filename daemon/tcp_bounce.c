@@ -8,7 +8,7 @@ static int takes_grants(const struct rr_connection *c) { return c->fd >= 0; }
 static void grant(struct rr_nic *base, struct rr_connection *c, uint64_t want, const struct rr_bouncer *bouncer, uint32_t slot)
 {
     c->wants--;
-    tcp_queue_reply(tcp(base), c, REPLY_GRANT, RR_OK, want, slot + 1, bouncer->owner);
+    tcp_queue_reply(tcp(base), c, REPLY_GRANT, RR_OK, want, rr_bounce_grant_of(bouncer, slot), bouncer->owner);
     tcp_flush_replies(tcp(base), c);
 }
 
@@ -23,6 +23,10 @@ static void settled(struct rr_nic *base, const struct rr_bounce_pending *pending
 {
     struct rr_connection *c = pending->connection;
     c->bounces_pending--;
+    if (c->fencing) {
+        rr_bounce_settled_late(base, c->id, pending->sequence, code);
+        return;
+    }
     tcp_acknowledge(tcp(base), c, pending->sequence, (uint16_t)code, pending->window);
     tcp_flush_replies(tcp(base), c);
 }
@@ -53,19 +57,19 @@ void tcp_publish_bounce(struct tcp_nic *nic, struct rr_connection *c)
                                                            .window = c->in.window});
 }
 
-/* A fence that waited for the last bounce frame of a connection goes on. */
-static void resume_fences(struct tcp_nic *nic)
+/* Fenced connections of which nothing lies in bounce memory any more. */
+static void free_fenced(struct tcp_nic *nic)
 {
     for (struct rr_connection *c = nic->connections, *next; c; c = next) {
         next = c->next;
-        if (c->role == RECEIVER && c->fencing && !c->bounces_pending) nic->base.ops->fence(&nic->base, c);
+        if (c->role == RECEIVER && c->fencing && !c->bounces_pending) tcp_free_connection(nic, c);
     }
 }
 
 int tcp_reclaim(struct rr_nic *base, struct rr_client *client)
 {
     int work_count = rr_bounce_reclaim(base, client);
-    if (work_count) resume_fences(tcp(base));
+    if (work_count) free_fenced(tcp(base));
     return work_count;
 }
 
@@ -81,5 +85,5 @@ void tcp_drop_bounces(struct rr_nic *base, struct rr_client *client)
             c->bounce_slot = -1;
         }
     }
-    resume_fences(nic);
+    free_fenced(nic);
 }

@@ -144,7 +144,7 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
         if (c->role == SENDER) {
             if (events[i].events & EPOLLOUT) c->blocked = 0;
             work_count += tcp_read_replies(nic, c);
-            if (c->fd >= 0 && !c->blocked && (c->writing || c->grants.granted || c->grants.return_count)) work_count += tcp_post(base, c->path);
+            if (c->fd >= 0 && !c->blocked && (c->writing || c->grants.granted || c->grants.return_count || rr_grants_waiting(&c->grants))) work_count += tcp_post(base, c->path);
         } else {
             if (events[i].events & EPOLLOUT) tcp_flush_replies(nic, c);
             if (events[i].events & ~(uint32_t)EPOLLOUT) work_count += tcp_read_frames(nic, c);

@@ -66,6 +66,7 @@ struct rr_connection {
     uint64_t next_sequence;
     struct rr_window window; /* frames without a reply */
     struct rr_grants grants;
+    int resting; /* settled, but for frames that their owners have not copied yet */
     struct reply in_replies[128];
     uint32_t in_bytes;
 

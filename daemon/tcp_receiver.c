@@ -85,8 +85,8 @@ static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
     c->code = check_runs(rail, c);
     if (c->code == RR_PROTOCOL) return -1;
     if (c->in.grant) {
-        struct rr_bouncer *bouncer = rr_bouncer_of(rail, c->in.owner);
-        uint64_t slot = c->in.grant - 1;
+        struct rr_bouncer *bouncer = rr_bouncer_granted(rail, c->in.owner, c->in.grant);
+        uint32_t slot = rr_bounce_slot_of(c->in.grant);
         if (!bouncer) {
             c->code = RR_REGION_GONE;
         } else if (rr_bounce_begin(rail, bouncer, c, c->in.grant, c->in.bytes, c->in.run_count)) {
@@ -313,25 +313,14 @@ int tcp_read_frames(struct tcp_nic *nic, struct rr_connection *c)
 void tcp_fence(struct rr_nic *base, struct rr_connection *c)
 {
     struct tcp_nic *nic = tcp(base);
-    struct rr_rail *rail = base->rail;
-    struct rr_plane *plane = rail->plane;
     if (c->role != RECEIVER) return;
     tcp_close_socket(nic, c);
-    if (!c->fencing) rr_count(rail, RR_RAIL_FENCES, 1);
-    c->fencing = 1;
-    if (c->bounces_pending) return; /* tcp_reclaim comes back */
-    rr_bounce_forget(base, c);
-    struct rr_fence_record *record = calloc(1, sizeof *record);
-    if (!record) abort();
-    record->connection = c->id;
-    record->ack_count = c->ack_count < RR_WINDOW ? (uint32_t)c->ack_count : RR_WINDOW;
-    memcpy(record->acks, c->acks, record->ack_count * sizeof *record->acks);
-    pthread_mutex_lock(&plane->event_lock);
-    record->next = plane->fences;
-    plane->fences = record;
-    pthread_mutex_unlock(&plane->event_lock);
-    rr_event_push(plane, RR_EVENT_RECEIVER_FENCED, rail->number, (int64_t)c->id, (int64_t)c->received, 0, 0, 0);
-    tcp_free_connection(nic, c);
+    if (!c->fencing) {
+        c->fencing = 1;
+        rr_count(base->rail, RR_RAIL_FENCES, 1);
+        rr_report_fence(base, c, c->id, c->received, c->acks, c->ack_count);
+    }
+    if (!c->bounces_pending) tcp_free_connection(nic, c);
 }
 
 void tcp_refuse(struct rr_nic *base, uint32_t client, uint32_t handle, uint64_t tag, uint32_t result)

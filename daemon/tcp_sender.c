@@ -54,16 +54,14 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     }
     struct rr_work *work = rr_grants_next(grants);
     if (!work) {
-        do {
+        work = rr_grants_due(rail, grants);
+        while (!work) {
             work = rr_path_next(rail, c->path);
             if (!work) return 0;
-        } while (work->window_bytes && rr_grants_inherit(rail, grants, c, work));
-        if (work->window_bytes && !rr_grants_may_ask(grants)) {
-            rr_path_queue(rail, work, 1);
-            return 0;
+            if (!work->window_bytes) break;
+            if (!rr_grants_want(rail, grants, c, work)) work = NULL;
         }
         if (work->window_bytes) {
-            rr_grants_park(rail, grants, c, work);
             start_frame(c, FRAME_WANT, work);
             c->out.sequence = work->sequence;
             c->current = NULL;
@@ -253,10 +251,15 @@ void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, c
         tcp_close_socket(tcp(base), c);
         c->path->connection = NULL;
     }
-    c->path->broken = 0;
-    rr_window_settle(rail, &c->window, placed, acks, ack_count, otherwise);
+    if (!c->resting) c->path->broken = 0;
+    c->resting = 1;
+    c->current = NULL;
+    uint32_t left = rr_window_settle(rail, &c->window, placed, acks, ack_count, otherwise);
     rr_grants_settle(rail, &c->grants, otherwise);
-    tcp_free_connection(tcp(base), c);
+    if (left)
+        tcp(base)->some_lost = 1;
+    else
+        tcp_free_connection(tcp(base), c);
 }
 
 void tcp_close_senders(struct rr_nic *base, uint32_t peer, uint32_t result)
@@ -286,13 +289,15 @@ void tcp_purge(struct rr_nic *base)
             continue;
         }
         rr_grants_purge(rail, &c->grants);
-        if (c->grants.return_count && !c->blocked) tcp_post(base, c->path);
+        if ((c->grants.return_count || rr_grants_waiting(&c->grants)) && !c->blocked) tcp_post(base, c->path);
     }
 }
 
 void tcp_abandon(struct rr_nic *base, struct rr_client *client)
 {
     abandon_written(tcp(base), client);
+    for (struct rr_connection *c = tcp(base)->connections; c; c = c->next)
+        if (c->role == SENDER && c->resting) rr_window_let_go(base->rail, &c->window, client);
     tcp_purge(base);
 }
 
@@ -300,7 +305,7 @@ void tcp_abandon(struct rr_nic *base, struct rr_client *client)
 void tcp_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context)
 {
     for (struct rr_connection *c = tcp(base)->connections; c; c = c->next) {
-        if (c->role != SENDER) continue;
+        if (c->role != SENDER || c->resting) continue;
         for (uint32_t i = 0; i < RR_WINDOW; i++) {
             struct rr_work *work = c->window.works[i];
             if (work && (!work->window_bytes || work == c->current)) visit(context, c, work);

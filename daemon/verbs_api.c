@@ -28,7 +28,7 @@ static const struct {
     SYMBOL(reg_dmabuf_mr, 1),   SYMBOL(dereg_mr, 0),            SYMBOL(create_comp_channel, 0),
     SYMBOL(destroy_comp_channel, 0), SYMBOL(create_cq, 0),      SYMBOL(destroy_cq, 0),      SYMBOL(get_cq_event, 0),
     SYMBOL(ack_cq_events, 0),   SYMBOL(create_qp, 0),           SYMBOL(modify_qp, 0),       SYMBOL(destroy_qp, 0),
-    SYMBOL(get_async_event, 0), SYMBOL(ack_async_event, 0),     SYMBOL(wc_status_str, 0),
+    SYMBOL(get_async_event, 0), SYMBOL(ack_async_event, 0),
 #undef SYMBOL
 };
 

@@ -40,7 +40,6 @@ struct verbs_library {
     int (*destroy_qp)(struct ibv_qp *);
     int (*get_async_event)(struct ibv_context *, struct ibv_async_event *);
     void (*ack_async_event)(struct ibv_async_event *);
-    const char *(*wc_status_str)(enum ibv_wc_status);
 };
 
 extern struct verbs_library rr_ibv;

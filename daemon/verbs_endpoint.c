@@ -22,11 +22,39 @@ static void free_parts(struct rr_connection *c)
     free(c);
 }
 
+static void run_queue_pair_gone(struct rr_rail *rail, struct rr_command *command)
+{
+    struct rr_connection *c = verbs_endpoint_at(rail->plane, (uint32_t)command->a, (uint32_t)command->b);
+    if (!c) return;
+    c->completed = c->posted;
+    c->received_completed = c->received_posted;
+    verbs_touch(c);
+}
+
+/* Under the lock, but for the call itself. */
+static void bury_orphan(struct rr_verbs *state)
+{
+    struct verbs_orphan *orphan = state->orphans;
+    state->orphans = orphan->next;
+    state->reaping = 1;
+    pthread_mutex_unlock(&state->lock);
+    rr_ibv.destroy_qp(orphan->qp);
+    rr_rail_command(orphan->rail, (struct rr_command){.run = run_queue_pair_gone, .a = orphan->slot, .b = orphan->generation});
+    free(orphan);
+    pthread_mutex_lock(&state->lock);
+    state->reaping = 0;
+    if (!state->dead && !state->orphans) pthread_cond_broadcast(&state->reaper_idle);
+}
+
 static void *reap(void *argument)
 {
     struct rr_verbs *state = argument;
     pthread_mutex_lock(&state->lock);
-    while (state->dead || !state->reaper_stop) {
+    while (state->dead || state->orphans || !state->reaper_stop) {
+        if (state->orphans) { /* first: what it was part of may be among the dead already */
+            bury_orphan(state);
+            continue;
+        }
         struct rr_connection *c = state->dead;
         if (!c) {
             pthread_cond_wait(&state->reaper_wake, &state->lock);
@@ -41,7 +69,7 @@ static void *reap(void *argument)
         pthread_mutex_lock(&state->lock);
         port->room[cq] += entries;
         state->reaping = 0;
-        if (!state->dead) pthread_cond_broadcast(&state->reaper_idle);
+        if (!state->dead && !state->orphans) pthread_cond_broadcast(&state->reaper_idle);
     }
     pthread_mutex_unlock(&state->lock);
     return NULL;
@@ -51,8 +79,17 @@ static void *reap(void *argument)
 void verbs_wait_for_reaper(struct rr_verbs *state)
 {
     pthread_mutex_lock(&state->lock);
-    while (state->dead || state->reaping) pthread_cond_wait(&state->reaper_idle, &state->lock);
+    while (state->dead || state->orphans || state->reaping) pthread_cond_wait(&state->reaper_idle, &state->lock);
     pthread_mutex_unlock(&state->lock);
+}
+
+void verbs_free_state(struct rr_verbs *state)
+{
+    pthread_cond_destroy(&state->reaper_wake);
+    pthread_cond_destroy(&state->reaper_idle);
+    pthread_mutex_destroy(&state->making);
+    pthread_mutex_destroy(&state->lock);
+    free(state);
 }
 
 /* Main thread, before any rail runs. */
@@ -62,18 +99,20 @@ struct rr_verbs *verbs_state(struct rr_plane *plane)
     struct rr_verbs *state = calloc(1, sizeof *state);
     if (!state) return NULL;
     pthread_mutex_init(&state->lock, NULL);
+    pthread_mutex_init(&state->making, NULL);
     pthread_cond_init(&state->reaper_wake, NULL);
     pthread_cond_init(&state->reaper_idle, NULL);
     state->next_key = 1;
     if (pthread_create(&state->reaper, NULL, reap, state)) {
-        free(state);
+        verbs_free_state(state);
         return NULL;
     }
     plane->verbs = state;
     return state;
 }
 
-static struct verbs_port *new_port(struct verbs_nic *nic, struct verbs_device *device, uint32_t through)
+/* Under `making` alone. */
+static struct verbs_port *new_port(struct rr_verbs *state, struct verbs_nic *nic, struct verbs_device *device, uint32_t through)
 {
     struct verbs_port *port = calloc(1, sizeof *port);
     if (!port) return NULL;
@@ -91,20 +130,33 @@ static struct verbs_port *new_port(struct verbs_nic *nic, struct verbs_device *d
         free(port);
         return NULL;
     }
+    pthread_mutex_lock(&state->lock);
     device->refs++;
+    pthread_mutex_unlock(&state->lock);
     rr_store_release_pointer((void **)&nic->ports[through], port);
     return port;
 }
 
-/* A completion queue with room for this many: every work request and receive of a queue pair may complete unseen. */
-static int take_cq(struct verbs_port *port, uint32_t entries, char *error)
+static int take_room(struct rr_verbs *state, struct verbs_port *port, uint32_t entries)
 {
-    struct verbs_device *device = port->device;
-    for (uint32_t i = 0; i < port->cq_count; i++) {
+    int found = -1;
+    pthread_mutex_lock(&state->lock);
+    for (uint32_t i = 0; i < port->cq_count && found < 0; i++) {
         if (port->room[i] < entries) continue;
         port->room[i] -= entries;
-        return (int)i;
+        found = (int)i;
     }
+    pthread_mutex_unlock(&state->lock);
+    return found;
+}
+
+/* A completion queue with room for this many: every work request and receive of a queue pair may complete unseen. Under
+ * `making` alone: a device takes milliseconds to make a large one. */
+static int take_cq(struct rr_verbs *state, struct verbs_port *port, uint32_t entries, char *error)
+{
+    struct verbs_device *device = port->device;
+    int found = take_room(state, port, entries);
+    if (found >= 0) return found;
     uint32_t most = (uint32_t)device->limits.max_cqe < CQ_ENTRIES ? (uint32_t)device->limits.max_cqe : CQ_ENTRIES;
     if (most < entries || port->cq_count == CQS_MAX) {
         snprintf(error, RR_VERBS_ERROR_BYTES,
@@ -122,9 +174,11 @@ static int take_cq(struct verbs_port *port, uint32_t entries, char *error)
         return -status;
     }
     cq->cq_context = NULL;
+    pthread_mutex_lock(&state->lock);
     port->cqs[port->cq_count] = cq;
     port->room[port->cq_count] = size - entries;
     rr_store_release_u32(&port->cq_count, port->cq_count + 1);
+    pthread_mutex_unlock(&state->lock);
     return (int)port->cq_count - 1;
 }
 
@@ -211,10 +265,10 @@ int verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, 
     c->cq_entries = (sending ? options->send_depth : 2 * MESSAGES) + 1 + RECEIVES;
     if (getrandom(&c->psn, sizeof c->psn, GRND_NONBLOCK) != sizeof c->psn) c->psn = (uint32_t)rr_now_ns();
     c->psn &= 0xffffff;
-    pthread_mutex_lock(&state->lock);
-    c->port = nic->ports[through] ? nic->ports[through] : new_port(nic, other->device, through);
-    int cq = c->port ? take_cq(c->port, c->cq_entries, error) : -ENOMEM;
-    pthread_mutex_unlock(&state->lock);
+    pthread_mutex_lock(&state->making);
+    c->port = nic->ports[through] ? nic->ports[through] : new_port(state, nic, other->device, through);
+    int cq = c->port ? take_cq(state, c->port, c->cq_entries, error) : -ENOMEM;
+    pthread_mutex_unlock(&state->making);
     if (cq < 0) {
         free(c);
         return cq;
@@ -354,6 +408,21 @@ void verbs_destroy(struct rr_connection *c)
     rr_store_release_pointer((void **)&state->endpoints[c->slot], NULL);
     c->next = state->dead;
     state->dead = c;
+    pthread_cond_signal(&state->reaper_wake);
+    pthread_mutex_unlock(&state->lock);
+}
+
+/* The rail's thread. Without its queue pair the device reads and writes nothing for it; the rail is told when it is gone. */
+void verbs_destroy_queue_pair(struct rr_connection *c)
+{
+    struct rr_rail *rail = c->nic->base.rail;
+    struct rr_verbs *state = rail->plane->verbs;
+    struct verbs_orphan *orphan = malloc(sizeof *orphan);
+    if (!orphan) abort();
+    pthread_mutex_lock(&state->lock); /* on_queue_pair_event looks at c->qp */
+    *orphan = (struct verbs_orphan){state->orphans, c->qp, rail, c->slot, c->generation};
+    c->qp = NULL;
+    state->orphans = orphan;
     pthread_cond_signal(&state->reaper_wake);
     pthread_mutex_unlock(&state->lock);
 }

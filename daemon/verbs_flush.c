@@ -101,7 +101,7 @@ static void run_adopt_flush(struct rr_rail *rail, struct rr_command *command)
 {
     struct verbs_nic *nic = verbs(rail->nic);
     struct rr_connection *c = verbs_by_id(rail->plane, command->a);
-    struct verbs_port *port = nic->ports[command->b];
+    struct verbs_port *port = nic->ports[command->b]; /* made with its endpoint, and never unmade */
     if (!c) return;
     if (port->flush) { /* somebody was faster */
         verbs_unlink(c);
@@ -120,7 +120,7 @@ int rr_verbs_open_flush(struct rr_plane *plane, uint32_t rail, uint32_t through,
     if (!nic || !verbs_nic_of(plane, through)) return -ENOENT;
     if (plane->rails[rail].verbs.flush == RR_FLUSH_NEVER) return 0;
     pthread_mutex_lock(&plane->verbs->lock);
-    const struct verbs_port *port = nic->ports[through];
+    const struct verbs_port *port = rr_load_acquire_pointer((void *const *)&nic->ports[through]);
     int there = port && rr_load_acquire_pointer((void *const *)&port->flush) != NULL;
     pthread_mutex_unlock(&plane->verbs->lock);
     if (there) return 0;
@@ -163,6 +163,8 @@ static void run_set_flush(struct rr_rail *rail, struct rr_command *command)
     free(order);
 }
 
+static void discard_order(struct rr_command *command) { free(command->pointer); }
+
 int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, const struct rr_verbs_target *targets, uint32_t count,
                        uint64_t cookie)
 {
@@ -174,7 +176,7 @@ int rr_verbs_set_flush(struct rr_plane *plane, uint32_t rail, uint32_t through, 
     order->through = through;
     order->count = count;
     if (count) memcpy(order->targets, targets, count * sizeof *targets);
-    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_set_flush, .pointer = order});
+    rr_rail_command(&plane->rails[rail], (struct rr_command){.run = run_set_flush, .discard = discard_order, .pointer = order});
     return 0;
 }
 #endif

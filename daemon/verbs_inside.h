@@ -49,7 +49,7 @@ struct message {
     uint32_t magic;
     uint16_t type;
     uint16_t count; /* DONE: pairs */
-    uint64_t grant; /* bounce slot + 1 */
+    uint64_t grant; /* rr_bounce_grant_of */
     union {
         struct rr_ack pairs[PAIRS_MAX]; /* DONE */
         struct {
@@ -78,7 +78,7 @@ struct verbs_flush_order {
 };
 
 /* What a rail's thread uses of one device: its completion queues and the channel that wakes it. Made by any thread under
- * the lock; the thread sees it once nic->ports[] or cq_count says so. */
+ * `making`; the thread sees it once nic->ports[] or cq_count says so. */
 struct verbs_port {
     struct verbs_device *device;
     struct ibv_comp_channel *channel;
@@ -167,6 +167,8 @@ struct rr_connection {
     struct ibv_send_wr wrs[WR_BATCH];
     struct ibv_sge *sges;         /* [WR_BATCH * sges_each] */
     struct settlement *settlement; /* to be applied once drained */
+    int resting;                   /* settled, but for frames that their owners have not copied yet */
+    uint64_t ended;                /* sequence: this frame and those before it have been written, or have ended otherwise */
 
     /* receiver */
     uint32_t session;
@@ -182,7 +184,7 @@ struct rr_connection {
     uint32_t due_grant_at, due_grant_count;
     uint32_t wants;                /* not answered yet */
     uint32_t bounces_pending;
-    int fencing;
+    int fencing, fenced; /* asked for; told */
 };
 
 struct verbs_nic {
@@ -207,6 +209,7 @@ struct verbs_key {
 /* Of the whole plane. */
 struct rr_verbs {
     pthread_mutex_t lock;
+    pthread_mutex_t making; /* of ports and completion queues, which takes long: before the lock, which rails take */
     struct rr_connection *endpoints[ENDPOINTS_MAX]; /* written under the lock, read by rail threads */
     uint16_t generations[ENDPOINTS_MAX];
     uint32_t next_slot;
@@ -214,8 +217,17 @@ struct rr_verbs {
     uint64_t next_key;
     pthread_t reaper; /* destroys queue pairs, which takes longer than a rail may stand still */
     pthread_cond_t reaper_wake, reaper_idle;
+    struct verbs_orphan *orphans;
     struct rr_connection *dead;
     int reaping, reaper_stop;
+};
+
+/* A queue pair of a connection that ends without completions. */
+struct verbs_orphan {
+    struct verbs_orphan *next;
+    struct ibv_qp *qp;
+    struct rr_rail *rail;
+    uint32_t slot, generation;
 };
 
 static inline struct verbs_nic *verbs(struct rr_nic *nic) { return (struct verbs_nic *)nic; }
@@ -231,9 +243,11 @@ int verbs_new_endpoint(struct rr_plane *plane, uint32_t rail, uint32_t through, 
 struct rr_connection *verbs_by_id(struct rr_plane *plane, uint64_t id);
 void verbs_run_drop(struct rr_rail *rail, struct rr_command *command);
 struct rr_verbs *verbs_state(struct rr_plane *plane);
+void verbs_free_state(struct rr_verbs *state);
 struct rr_connection *verbs_endpoint_at(struct rr_plane *plane, uint32_t slot, uint32_t generation);
 struct rr_connection *verbs_adopt(struct verbs_nic *nic, uint64_t endpoint, int sending);
 void verbs_destroy(struct rr_connection *c);
+void verbs_destroy_queue_pair(struct rr_connection *c);
 void verbs_wait_for_reaper(struct rr_verbs *state);
 void verbs_leave_device(struct rr_plane *plane, struct verbs_device *device);
 int verbs_post_receives(struct rr_connection *c, uint32_t count);
@@ -262,7 +276,8 @@ void verbs_purge(struct rr_nic *base);
 void verbs_owe_lost(struct verbs_nic *nic);
 void verbs_abandon(struct rr_nic *base, struct rr_client *client);
 void verbs_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context);
-uint32_t verbs_naming(struct rr_nic *base, uint32_t peer, uint32_t handle);
+uint32_t verbs_naming(struct rr_nic *base, uint32_t peer, uint32_t handle, struct rr_mark *marks);
+int verbs_ended(struct rr_nic *base, const struct rr_mark *mark);
 
 /* verbs_flush.c */
 int verbs_flush_late(struct rr_connection *c);

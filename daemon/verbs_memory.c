@@ -123,10 +123,7 @@ void rr_verbs_free(struct rr_plane *plane)
         leave_device(key->device);
         free(key);
     }
-    pthread_cond_destroy(&state->reaper_wake);
-    pthread_cond_destroy(&state->reaper_idle);
-    pthread_mutex_destroy(&state->lock);
-    free(state);
+    verbs_free_state(state);
     plane->verbs = NULL;
 }
 #endif

@@ -11,6 +11,15 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
+static struct rr_nic *not_opened(struct verbs_nic *nic, int status)
+{
+    if (nic->device) verbs_close_device(nic->device);
+    free(nic->runs);
+    free(nic);
+    errno = status;
+    return NULL;
+}
+
 static struct rr_nic *verbs_open(struct rr_rail *rail)
 {
     const struct rr_verbs_options *options = &rail->verbs;
@@ -33,17 +42,14 @@ static struct rr_nic *verbs_open(struct rr_rail *rail)
     nic->base.rail = rail;
     nic->device = verbs_open_device(options->device, options->port, options->gid_index, error, sizeof rail->plane->error);
     nic->epoll_fd = nic->device ? epoll_create1(EPOLL_CLOEXEC) : -1;
-    if (nic->epoll_fd < 0) {
-        int status = errno;
-        if (nic->device) verbs_close_device(nic->device);
-        free(nic->runs);
-        free(nic);
-        errno = status;
-        return NULL;
-    }
+    if (nic->epoll_fd < 0) return not_opened(nic, errno);
     struct epoll_event kick = {.events = EPOLLIN | EPOLLET, .data.ptr = NULL}, asynchronous = {.events = EPOLLIN, .data.ptr = nic};
-    epoll_ctl(nic->epoll_fd, EPOLL_CTL_ADD, rail->kick_fd, &kick);
-    epoll_ctl(nic->epoll_fd, EPOLL_CTL_ADD, nic->device->context->async_fd, &asynchronous);
+    if (epoll_ctl(nic->epoll_fd, EPOLL_CTL_ADD, rail->kick_fd, &kick) ||
+        epoll_ctl(nic->epoll_fd, EPOLL_CTL_ADD, nic->device->context->async_fd, &asynchronous)) {
+        int status = errno;
+        close(nic->epoll_fd);
+        return not_opened(nic, status);
+    }
     return &nic->base;
 }
 
@@ -177,10 +183,8 @@ void verbs_begin_drain(struct rr_connection *c)
         if (!status) c->posted++;
     }
     if (status) { /* the device is gone, or says nothing more: without its queue pair it reads and writes nothing */
-        rr_ibv.destroy_qp(c->qp);
-        c->qp = NULL;
-        c->completed = c->posted;
-        c->received_completed = c->received_posted;
+        verbs_destroy_queue_pair(c);
+        return;
     }
     verbs_touch(c);
 }
@@ -463,6 +467,7 @@ const struct rr_nic_ops rr_verbs_nic = {
     .fence = verbs_fence,
     .refuse = verbs_refuse,
     .naming = verbs_naming,
+    .ended = verbs_ended,
     .purge = verbs_purge,
     .abandon = verbs_abandon,
     .each_posted = verbs_each_posted,

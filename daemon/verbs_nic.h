@@ -48,7 +48,7 @@ struct rr_verbs_target {
     uint32_t rkey; /* RR_VERBS_FLUSH */
 };
 
-#define RR_VERBS_TARGETS_MAX 16u
+#define RR_VERBS_TARGETS_MAX 64u
 #define RR_VERBS_ERROR_BYTES 256u
 
 /* 0 or -errno; where error[RR_VERBS_ERROR_BYTES] is given it says what failed, with the value and the limit. */

@@ -7,26 +7,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void report_fence(struct rr_rail *rail, uint64_t connection, uint64_t received, const struct rr_ack *acks, uint64_t ack_count)
-{
-    struct rr_plane *plane = rail->plane;
-    struct rr_fence_record *record = calloc(1, sizeof *record);
-    if (!record) abort();
-    record->connection = connection;
-    record->ack_count = ack_count < RR_WINDOW ? (uint32_t)ack_count : RR_WINDOW;
-    if (acks) memcpy(record->acks, acks, record->ack_count * sizeof *acks);
-    pthread_mutex_lock(&plane->event_lock);
-    record->next = plane->fences;
-    plane->fences = record;
-    pthread_mutex_unlock(&plane->event_lock);
-    rr_event_push(plane, RR_EVENT_RECEIVER_FENCED, rail->number, (int64_t)connection, (int64_t)received, 0, 0, 0);
-}
-
 void verbs_add_receiver(struct rr_nic *base, uint64_t id, uint32_t session, int endpoint)
 {
     struct rr_connection *c = verbs_adopt(verbs(base), (uint64_t)endpoint, 0);
     if (!c) { /* lost before: nothing was received that anybody could have been told of */
-        report_fence(base->rail, id, 0, NULL, 0);
+        rr_report_fence(base, NULL, id, 0, NULL, 0);
         return;
     }
     c->id = id;
@@ -67,7 +52,7 @@ static void queue_grant(struct rr_connection *c, struct due_grant grant)
 static void grant(struct rr_nic *base, struct rr_connection *c, uint64_t want, const struct rr_bouncer *bouncer, uint32_t slot)
 {
     (void)base;
-    queue_grant(c, (struct due_grant){want, slot + 1, bouncer->owner, RR_OK});
+    queue_grant(c, (struct due_grant){want, rr_bounce_grant_of(bouncer, slot), bouncer->owner, RR_OK});
 }
 
 static void refuse_want(struct rr_nic *base, struct rr_connection *c, uint64_t want, uint32_t code)
@@ -78,10 +63,12 @@ static void refuse_want(struct rr_nic *base, struct rr_connection *c, uint64_t w
 
 static void settled(struct rr_nic *base, const struct rr_bounce_pending *pending, uint32_t code)
 {
-    (void)base;
     struct rr_connection *c = pending->connection;
     c->bounces_pending--;
-    answer(c, pending->sequence, code);
+    if (c->fenced)
+        rr_bounce_settled_late(base, c->id, pending->sequence, code);
+    else
+        answer(c, pending->sequence, code);
     verbs_touch(c);
 }
 
@@ -101,8 +88,8 @@ static int on_bounced(struct rr_connection *c, const struct message *message)
     c->received++;
     rr_count(rail, RR_RAIL_FRAMES_RECEIVED, 1);
     rr_count(rail, RR_RAIL_BYTES_RECEIVED, message->one.bytes);
-    struct rr_bouncer *bouncer = rr_bouncer_of(rail, owner);
-    uint32_t code = message->one.code ? message->one.code : RR_REGION_GONE, slot = (uint32_t)message->grant - 1;
+    struct rr_bouncer *bouncer = rr_bouncer_granted(rail, owner, message->grant);
+    uint32_t code = message->one.code ? message->one.code : RR_REGION_GONE, slot = rr_bounce_slot_of(message->grant);
     if (bouncer) {
         if (rr_bounce_begin(rail, bouncer, c, message->grant, message->one.bytes, run_count)) return -1;
         if (!message->one.code) {
@@ -147,17 +134,18 @@ int verbs_on_request(struct rr_connection *c, const struct message *message)
 }
 
 /* The sender writes the slot and its table by the key of this queue pair's device: never a slot that is not its own (any
- * more), which would be somebody else's. */
+ * more), which would be somebody else's. A grant may have waited long for room in the send queue. */
 static void fill_grant(const struct rr_connection *c, struct message *message, const struct due_grant *due)
 {
     struct rr_rail *rail = c->nic->base.rail;
     const struct rr_plane *plane = rail->plane;
-    struct rr_bouncer *bouncer = due->code ? NULL : rr_bouncer_of(rail, due->owner);
+    struct rr_bouncer *bouncer = due->code ? NULL : rr_bouncer_granted(rail, due->owner, due->grant);
+    const uint64_t slot = rr_bounce_slot_of(due->grant);
     message->one.sequence = due->want;
     message->one.owner = due->owner;
     message->one.code = due->code;
     if (due->code) return;
-    if (!bouncer || due->grant > bouncer->slots || bouncer->reserved_by[due->grant - 1] != c) {
+    if (!bouncer || slot >= bouncer->slots || bouncer->reserved_by[slot] != c) {
         message->one.code = RR_REGION_GONE;
         return;
     }
@@ -167,9 +155,8 @@ static void fill_grant(const struct rr_connection *c, struct message *message, c
         return;
     }
     message->grant = due->grant;
-    message->one.address = (uint64_t)(uintptr_t)bouncer->memory->base + (due->grant - 1) * plane->slot_bytes;
-    message->one.table_address =
-        (uint64_t)(uintptr_t)bouncer->memory->base + bouncer->slots * plane->slot_bytes + (due->grant - 1) * table_bytes(plane);
+    message->one.address = (uint64_t)(uintptr_t)bouncer->memory->base + slot * plane->slot_bytes;
+    message->one.table_address = (uint64_t)(uintptr_t)bouncer->memory->base + bouncer->slots * plane->slot_bytes + slot * table_bytes(plane);
     message->one.rkey = bouncer->rkeys[c->port->through];
 }
 
@@ -194,17 +181,18 @@ void verbs_send_answers(struct rr_connection *c)
 
 /* ---- the fence ---- */
 
-static void fenced(struct rr_connection *c)
-{
-    rr_bounce_forget(&c->nic->base, c);
-    report_fence(c->nic->base.rail, c->id, c->received, c->acks, c->ack_count);
-    verbs_unlink(c);
-    verbs_destroy(c);
-}
-
+/* May free it. */
 void verbs_receiver_drained(struct rr_connection *c)
 {
-    if (c->fencing && !c->bounces_pending && !verbs_flush_late(c)) fenced(c);
+    if (!c->fencing) return;
+    if (!c->fenced) {
+        if (verbs_flush_late(c)) return;
+        c->fenced = 1;
+        rr_report_fence(&c->nic->base, c, c->id, c->received, c->acks, c->ack_count);
+    }
+    if (c->bounces_pending) return;
+    verbs_unlink(c);
+    verbs_destroy(c);
 }
 
 void verbs_fence(struct rr_nic *base, struct rr_connection *c)
@@ -224,8 +212,8 @@ void verbs_refuse(struct rr_nic *base, uint32_t client, uint32_t handle, uint64_
     (void)base, (void)client, (void)handle, (void)tag, (void)result;
 }
 
-/* A fence that waited for the last bounce frame of a connection goes on. */
-static void resume_fences(struct verbs_nic *nic)
+/* Fenced connections of which nothing lies in bounce memory any more. */
+static void free_fenced(struct verbs_nic *nic)
 {
     for (struct rr_connection *c = nic->connections, *next; c; c = next) {
         next = c->next;
@@ -236,17 +224,8 @@ static void resume_fences(struct verbs_nic *nic)
 int verbs_reclaim(struct rr_nic *base, struct rr_client *client)
 {
     int work_count = rr_bounce_reclaim(base, client);
-    if (work_count) resume_fences(verbs(base));
+    if (work_count) free_fenced(verbs(base));
     return work_count;
-}
-
-/* Grants that the send queue has no room for yet: the next client with this number has slots of its own. */
-static void refuse_due_grants(struct rr_connection *c, uint32_t owner)
-{
-    for (uint32_t i = 0; i < c->due_grant_count; i++) {
-        struct due_grant *due = &c->due_grants[(c->due_grant_at + i) % RR_WINDOW];
-        if (due->owner == owner && !due->code) *due = (struct due_grant){due->want, 0, 0, RR_REGION_GONE};
-    }
 }
 
 /* Its regions were withdrawn before: no sender writes its slots any more. */
@@ -254,8 +233,6 @@ void verbs_drop_bounces(struct rr_nic *base, struct rr_client *client)
 {
     if (!client->ports[base->rail->number].bouncer.shared) return;
     rr_bounce_drop(base, client);
-    for (struct rr_connection *c = verbs(base)->connections; c; c = c->next)
-        if (c->role == RECEIVER) refuse_due_grants(c, client->number);
-    resume_fences(verbs(base));
+    free_fenced(verbs(base));
 }
 #endif

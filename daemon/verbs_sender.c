@@ -77,20 +77,24 @@ static struct rr_work *next_work(struct rr_rail *rail, struct rr_connection *c)
     return work;
 }
 
-/* Asks for bounce memory; 0 if that cannot be done now. */
-static int ask(struct rr_connection *c, struct rr_work *work)
+/* Asks for bounce memory. */
+static void ask(struct rr_connection *c, const struct rr_work *work)
 {
-    struct rr_rail *rail = c->nic->base.rail;
-    if (rr_grants_inherit(rail, &c->grants, c, work)) return 1;
-    if (!rr_grants_may_ask(&c->grants) || !verbs_message_free(c)) {
-        rr_path_queue(rail, work, 1);
-        return 0;
-    }
-    rr_grants_park(rail, &c->grants, c, work);
     struct message *message = verbs_next_message(c, MESSAGE_WANT);
     message->one.sequence = work->sequence;
     message->one.owner = work->owner;
     message->one.bytes = work->bytes;
+}
+
+/* A slice for private memory asks for it, or waits until it may; 0: nothing can be asked now. */
+static int want(struct rr_connection *c, struct rr_work *work)
+{
+    struct rr_rail *rail = c->nic->base.rail;
+    if (!verbs_message_free(c)) {
+        rr_path_queue(rail, work, 1);
+        return 0;
+    }
+    if (rr_grants_want(rail, &c->grants, c, work)) ask(c, work);
     return 1;
 }
 
@@ -115,9 +119,14 @@ static int begin(struct rr_connection *c)
     }
     struct rr_work *work = rr_grants_next(&c->grants);
     if (!work) {
+        struct rr_work *due = verbs_message_free(c) ? rr_grants_due(rail, &c->grants) : NULL;
+        if (due) {
+            ask(c, due);
+            return 1;
+        }
         work = next_work(rail, c);
         if (!work) return 0;
-        if (work->window_bytes) return ask(c, work);
+        if (work->window_bytes) return want(c, work);
     }
     uint32_t result = check(c, work);
     if (result) {
@@ -356,6 +365,10 @@ void verbs_on_sent(struct rr_connection *c)
         c->order_at = (c->order_at + 1) % RR_WINDOW;
         c->order_count--;
         c->in_flight_bytes -= frame->bytes;
+        if (c->state == OPEN) {
+            c->ended = c->window.sequences[entry];
+            c->nic->base.rail->frames_ended = 1;
+        }
         if (frame->state == FRAME_ANSWERED) {
             frame_done(c, entry);
         } else if (c->state == OPEN) {
@@ -403,9 +416,17 @@ int verbs_on_answer(struct rr_connection *c, const struct message *message)
 static void apply(struct rr_connection *c, const struct settlement *settlement)
 {
     struct rr_rail *rail = c->nic->base.rail;
-    for (uint32_t i = 0; i < RR_CLASSES; i++) c->paths[i]->broken = 0;
-    rr_window_settle(rail, &c->window, settlement->placed, settlement->acks, settlement->ack_count, settlement->otherwise);
+    for (uint32_t i = 0; i < RR_CLASSES && !c->resting; i++) c->paths[i]->broken = 0;
+    c->resting = 1;
+    rail->frames_ended = 1;
+    uint32_t left = rr_window_settle(rail, &c->window, settlement->placed, settlement->acks, settlement->ack_count, settlement->otherwise);
     rr_grants_settle(rail, &c->grants, settlement->otherwise);
+    if (left) {
+        c->nic->some_lost = 1;
+        free(c->settlement);
+        c->settlement = NULL;
+        return;
+    }
     verbs_unlink(c);
     verbs_destroy(c);
 }
@@ -466,7 +487,7 @@ void verbs_purge(struct rr_nic *base)
     for (struct rr_connection *c = verbs(base)->connections; c; c = c->next) {
         if (c->role != SENDER || c->state != OPEN) continue;
         rr_grants_purge(base->rail, &c->grants);
-        if (c->grants.return_count) verbs_touch(c);
+        if (c->grants.return_count || rr_grants_waiting(&c->grants)) verbs_touch(c);
     }
     verbs_owe_lost(verbs(base));
 }
@@ -474,6 +495,7 @@ void verbs_purge(struct rr_nic *base)
 void verbs_abandon(struct rr_nic *base, struct rr_client *client)
 {
     for (struct rr_connection *c = verbs(base)->connections; c; c = c->next) {
+        if (c->role == SENDER && c->resting) rr_window_let_go(base->rail, &c->window, client);
         if (c->role != SENDER || c->state != OPEN) continue;
         for (uint32_t i = 0; i < RR_WINDOW; i++)
             if (c->window.works[i] && c->window.works[i]->source->client == client && c->frames[i].state == FRAME_READ) let_go(c, i);
@@ -484,29 +506,50 @@ void verbs_abandon(struct rr_nic *base, struct rr_client *client)
 void verbs_each_posted(struct rr_nic *base, void (*visit)(void *, struct rr_connection *, struct rr_work *), void *context)
 {
     for (struct rr_connection *c = verbs(base)->connections; c; c = c->next) {
-        if (c->role != SENDER) continue;
+        if (c->role != SENDER || c->resting) continue;
         for (uint32_t i = 0; i < RR_WINDOW; i++)
             if (c->window.works[i] && (!c->window.works[i]->window_bytes || c->frames[i].state != FRAME_READ))
                 visit(context, c, c->window.works[i]);
     }
 }
 
-uint32_t verbs_naming(struct rr_nic *base, uint32_t peer, uint32_t handle)
+static int names(const struct rr_work *work, uint32_t handle)
+{
+    for (uint32_t run = 0; run < work->run_count; run++)
+        if (work->runs[run].handle == handle) return 1;
+    return 0;
+}
+
+/* Of what was written the peer's NIC has all; what is owed is not known any more. */
+static uint64_t latest_naming(const struct rr_connection *c, uint32_t handle)
+{
+    uint64_t latest = 0;
+    for (uint32_t i = 0; i < RR_WINDOW; i++) {
+        const struct rr_work *work = c->window.works[i];
+        int named = c->window.owed[i].source != NULL || (work && c->frames[i].state != FRAME_READ && names(work, handle));
+        if (named && c->window.sequences[i] > latest) latest = c->window.sequences[i];
+    }
+    return latest;
+}
+
+uint32_t verbs_naming(struct rr_nic *base, uint32_t peer, uint32_t handle, struct rr_mark *marks)
 {
     uint32_t count = 0;
     for (struct rr_connection *c = verbs(base)->connections; c; c = c->next) {
-        if (c->role != SENDER || c->paths[0]->peer != peer) continue;
-        for (uint32_t i = 0; i < RR_WINDOW; i++) {
-            const struct rr_work *work = c->window.works[i];
-            count += c->window.owed[i].source != NULL; /* what it named is not known any more */
-            if (!work || c->frames[i].state == FRAME_READ) continue; /* read: the peer's NIC has it all */
-            for (uint32_t run = 0; run < work->run_count; run++) {
-                if (work->runs[run].handle != handle) continue;
-                count++;
-                break;
-            }
-        }
+        if (c->role != SENDER || c->resting || c->paths[0]->peer != peer) continue;
+        uint64_t latest = latest_naming(c, handle);
+        if (!latest) continue;
+        if (marks) marks[count] = (struct rr_mark){c->id, latest};
+        count++;
     }
     return count;
+}
+
+/* A connection that is lost is known to write nothing more once it is settled. */
+int verbs_ended(struct rr_nic *base, const struct rr_mark *mark)
+{
+    const struct rr_connection *c = verbs(base)->connections;
+    while (c && (c->role != SENDER || c->id != mark->connection)) c = c->next;
+    return !c || c->resting || c->ended >= mark->sequence;
 }
 #endif

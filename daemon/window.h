@@ -27,8 +27,12 @@ void rr_end_stopped(struct rr_rail *rail, struct rr_work **link);
 /* A lost connection of which nothing is read any more: work of stopped transfers is owed, so that a peer that is gone for
  * good holds no slots that others need. */
 void rr_window_owe_stopped(struct rr_rail *rail, struct rr_window *window);
-/* The receiver is fenced: frames in acks, up to `placed`, ended with their codes; the rest goes through rr_work_again. */
-void rr_window_settle(struct rr_rail *rail, struct rr_window *window, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
-                      uint32_t otherwise);
+/* The receiver is fenced: frames in acks, up to `placed`, ended with their codes; the rest goes through rr_work_again. Those
+ * whose code is RR_UNSETTLED have arrived, but their owner has not copied them yet: they stay until it is called again.
+ * How many. */
+uint32_t rr_window_settle(struct rr_rail *rail, struct rr_window *window, uint64_t placed, const struct rr_ack *acks, uint32_t ack_count,
+                          uint32_t otherwise);
+/* Of a fenced connection: frames of a client that leaves do not wait for what becomes of them. */
+void rr_window_let_go(struct rr_rail *rail, struct rr_window *window, const struct rr_client *client);
 
 #endif

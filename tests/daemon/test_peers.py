@@ -154,6 +154,7 @@ class Receiver:
     def __init__(self, behind: protocol.PeerMessage | None = None, broken: int = -1) -> None:
         self.behind, self.broken = behind, broken
         self.told: list[protocol.PeerMessage] = []
+        self.welcomed = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         prefix = protocol.LENGTH_PREFIX
@@ -166,6 +167,7 @@ class Receiver:
 
     def answers(self, message: protocol.PeerMessage) -> list[protocol.PeerMessage]:
         if isinstance(message, protocol.Hello):
+            self.welcomed += 1
             welcome = protocol.Welcome(message.id, 7, 0, rail_facts())
             return [welcome] if self.behind is None else [welcome, self.behind]
         self.told.append(message)
@@ -225,6 +227,43 @@ def test_rail_on_whose_device_no_queue_pair_can_be_made_is_taken_over(end: str) 
             assert asked == ([1] if end == "here" else [0, 1])
             assert len(node.plane.made) == 1
         assert len(node.state.errors) == 2  # why, and that rail 1 has taken over
+
+    on_node(scenario)
+
+
+def test_region_that_another_client_goes_on_writing_is_closed_without_a_drain() -> None:
+    async def scenario(node: Node) -> None:
+        receiver, close = Receiver(), protocol.PeerCloseRegion
+
+        def drains() -> int:
+            return sum(name == "drain_handle" for name, _ in node.plane.calls)
+
+        async with connected(node, receiver) as (peers, peer):
+            for _ in range(2):
+                peers.region_opened(peer, 5)
+            peers.close_region(peer, 5)
+            await until(lambda: bool(receiver.told))
+            assert drains() == 0
+            peers.close_region(peer, 5)
+            await until(lambda: len(receiver.told) == 2)
+            assert drains() == 1
+            assert [message.handle for message in receiver.told if isinstance(message, close)] == [5, 5]
+
+    on_node(scenario)
+
+
+def test_peer_that_breaks_every_connection_is_connected_more_and_more_seldom() -> None:
+    async def scenario(node: Node) -> None:
+        receiver = Receiver(protocol.RailState(9, up=True))
+        server = await asyncio.start_server(receiver.serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        peers = Peers(node.ctx, lambda _peer, _message: None)
+        with contextlib.suppress(RelayError):  # it may be seen while it is connected
+            await peers.connect(cast("Client", User()), f"{host}:{port}", 1.0)
+        peers.close()
+        server.close()
+        assert 1 <= receiver.welcomed <= 1 + 6  # after pauses of at least 25, 50, 100, 200, 400 and 800 ms
+        assert any("tells the state of a rail 9" in error for error in node.state.errors)
 
     on_node(scenario)
 

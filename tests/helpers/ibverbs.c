@@ -86,7 +86,8 @@ struct device {
 struct fault {
     uint32_t address;
     int held, down, reads_held; /* held: HELD_ bits */
-    int registration, dmabuf, relaxed; /* errno */
+    int registration, dmabuf, relaxed, state; /* errno */
+    uint64_t slow_ms;
     uint64_t bytes_per_s, memory_limit;
 };
 
@@ -677,6 +678,8 @@ static void read_faults(struct context *context)
         if (!strcmp(what, "registration")) fault->registration = (int)value;
         if (!strcmp(what, "dmabuf")) fault->dmabuf = (int)value;
         if (!strcmp(what, "relaxed")) fault->relaxed = (int)value;
+        if (!strcmp(what, "state")) fault->state = (int)value;
+        if (!strcmp(what, "slow_ms")) fault->slow_ms = value;
         if (!strcmp(what, "memory_limit")) fault->memory_limit = value;
     }
     if (file) fclose(file);
@@ -1946,6 +1949,16 @@ EXPORTED int ibv_dereg_mr(struct ibv_mr *base)
 
 /* ---- completion queues ---- */
 
+/* As a command of a device may be. */
+static void take_time(struct context *context)
+{
+    enter(context);
+    uint64_t ms = fault_of(context, context->device->address)->slow_ms;
+    leave(context);
+    struct timespec pause = {(time_t)(ms / 1000), (long)(ms % 1000) * 1000000};
+    while (ms && nanosleep(&pause, &pause) && errno == EINTR) continue;
+}
+
 EXPORTED struct ibv_cq *ibv_create_cq(struct ibv_context *base, int entries, void *cq_context, struct ibv_comp_channel *channel, int vector)
 {
     struct context *context = context_of(base);
@@ -1953,6 +1966,7 @@ EXPORTED struct ibv_cq *ibv_create_cq(struct ibv_context *base, int entries, voi
         errno = EINVAL;
         return NULL;
     }
+    take_time(context);
     struct completion_queue *cq = zeroed(1, sizeof *cq);
     cq->base.context = base;
     cq->base.channel = channel;
@@ -2102,6 +2116,7 @@ EXPORTED int ibv_destroy_qp(struct ibv_qp *base)
     struct context *context = context_of(base->context);
     struct queue_pair *qp = (struct queue_pair *)base;
     struct completion_queue *send_cq = (struct completion_queue *)base->send_cq, *recv_cq = (struct completion_queue *)base->recv_cq;
+    take_time(context);
     enter(context);
     qp->dying = 1;
     wake(context);
@@ -2217,6 +2232,7 @@ EXPORTED int ibv_modify_qp(struct ibv_qp *base, struct ibv_qp_attr *wanted, int 
     enum ibv_qp_state from = mask & IBV_QP_CUR_STATE ? wanted->cur_qp_state : qp->state;
     enum ibv_qp_state to = mask & IBV_QP_STATE ? wanted->qp_state : from;
     int error = from != qp->state || !mask_is_right(from, to, mask) ? EINVAL : values_are_right(context, wanted, mask);
+    if (to == IBV_QPS_ERR && !error) error = fault_of(context, context->device->address)->state;
     if (!error) {
         take_values(&qp->attributes, wanted, mask);
         if (to == IBV_QPS_RESET) {

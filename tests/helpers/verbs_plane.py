@@ -115,6 +115,9 @@ class Node:
         self.events: list[Event] = []
         self.cookies = itertools.count(1)
         self.connections = itertools.count(1)
+        self.serial = 0
+        self.placed: dict[int, int] = {}  # by fenced connection
+        self.fenced: dict[int, dict[int, int]] = {}  # the same: results by sequence
         self._client(name)
 
     # ---- events and commands ----
@@ -134,6 +137,18 @@ class Node:
                 raise TimeoutError(f"no event {kind} within {limit_s:g} s; {self.events}")
             self.pump(left)
 
+    def keep_fence(self, event: Event) -> None:
+        """RECEIVER_FENCED."""
+        self.placed[event[2]] = event[3]
+        acks = self.plane.fence_acks(event[2])
+        words = [int.from_bytes(acks[at : at + 8], "little") for at in range(0, len(acks), 8)]
+        self.fenced[event[2]] = dict(zip(words[::2], words[1::2], strict=True))
+
+    def note_late(self, event: Event) -> None:
+        if event[0] == plane.FRAME_SETTLED:
+            assert self.fenced[event[2]][event[3]] == Result.UNSETTLED
+            self.fenced[event[2]][event[3]] = event[4]
+
     def command(self, call: Callable[[int], object], answers: int = 1) -> list[int]:
         cookie = next(self.cookies)
         call(cookie)
@@ -142,6 +157,19 @@ class Node:
     def counters(self, rail: int = 0) -> dict[str, int]:
         states = self.segment.area(abi.CONSTANTS["AREA_RAILS"], "rail_state")
         return dict(zip(abi.RAIL_COUNTERS, states.array(rail, "counters"), strict=False))
+
+    def counted(self, label: str, value: int, rail: int = 0) -> None:
+        """Waits until the counter is that high."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.counters(rail)[label] < value:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{label} is not {value} after {LIMIT_S:g} s; {self.counters(rail)}")
+            self.pump(0.001)
+
+    def cycle(self) -> None:
+        """Every rail goes through whole cycles: what was there before has been looked at."""
+        for _ in range(3):
+            self.command(lambda cookie: self.plane.holders(0, 0, 0, cookie), answers=self.rails)
 
     # ---- a client ----
 
@@ -173,7 +201,8 @@ class Node:
         segment.unlink(self.client_segment.name)
         cookie = next(self.cookies)
         made = self.client_segment
-        self.kicks = self.plane.attach_client(0, 1, made.fd, made.nbytes, cookie)
+        self.serial += 1
+        self.kicks = self.plane.attach_client(0, self.serial, made.fd, made.nbytes, cookie)
         for _ in range(rails):
             self.wait(plane.COMMAND_DONE, where=lambda event: event[2] == cookie)
         self.regions: list[Memory] = []
@@ -255,7 +284,7 @@ class Node:
             handle,
             nbytes,
             rail,
-            0,
+            more.get("owner", 0),
             more.get("window_bytes", 0),
             more.get("window_runs", 0),
             iova=of.base if of else 0,
@@ -297,7 +326,7 @@ class Node:
         slices = self.area("RING_SLICES", "slice")
         for number, (source, destination, length, source_region, remote) in enumerate(blocks):
             while not self.tickets[rail]:
-                self._take_tickets(rail)
+                self.take_tickets(rail)
             flags = INLINE | (FINAL if number == len(blocks) - 1 else 0) | (EXPRESS if express else 0)
             at = rail * RING_SLICES + self.produced[rail] % RING_SLICES
             slices.write(
@@ -317,7 +346,28 @@ class Node:
             os.eventfd_write(self.kicks[rail], 1)
         return row, generation
 
-    def _take_tickets(self, rail: int) -> None:
+    def table(self, blocks: list[Block], *, peer: int = 0, rail: int = 0, remote_rail: int = 0) -> tuple[int, int]:
+        """One transfer of one slice with a table of blocks; one at a time."""
+        row, generation = self._begin(5)
+        area = self.area("RING_TABLES", "block")
+        for number, (source, destination, length, source_region, remote) in enumerate(blocks):
+            fields = (source, destination, length, source_region, remote, 0)
+            raw = b"".join(value.to_bytes(8 if index < 2 else 4, "little") for index, value in enumerate(fields))
+            at = area.offset + (rail * RING_TABLES * TABLE_ENTRIES + number) * abi.SIZES["block"]
+            self.client_segment.buffer[at : at + len(raw)] = raw
+        self.area("RING_SLICES", "slice").write(
+            rail * RING_SLICES + self.produced[rail] % RING_SLICES,
+            **self._slice(row, generation, peer, remote_rail, FINAL, 1),
+            block_count=len(blocks),
+            bytes=sum(block[2] for block in blocks),
+            ticket=self.tickets[rail].pop(),
+        )
+        self.produced[rail] += 1
+        self._publish(self.area("RINGS", "ring"), rail, "produced", self.produced[rail])
+        os.eventfd_write(self.kicks[rail], 1)
+        return row, generation
+
+    def take_tickets(self, rail: int) -> None:
         rings = self.area("RINGS", "ring")
         completed = rings.get(rail, "completed")
         ended = rings.array(rail, "ended")
@@ -387,6 +437,11 @@ class Node:
         if count:
             os.eventfd_write(self.kicks[rail], 1)
         return count
+
+    def filled(self, rail: int = 0) -> int:
+        """Frames in bounce memory that were not emptied."""
+        bounces = self.area("BOUNCES", "bounce")
+        return bounces.get(rail, "filled") - bounces.get(rail, "emptied")
 
     def settled(self, transfer: tuple[int, int]) -> bool:
         return self.area("TRANSFERS", "transfer").get(transfer[0], "settled") == transfer[1]
@@ -464,10 +519,24 @@ def lost(a: Node, pair: Pair) -> Event:
     return a.wait(plane.SENDER_LOST, where=lambda event: event[2] == pair.sender)
 
 
+def settle(a: Node, b: Node, pair: Pair, cookie: int, *, rail: int = 0) -> None:
+    """Tells the sender what is known of the frames of a fenced connection."""
+    results = b.fenced[pair.receiver]
+    acks = b"".join(
+        sequence.to_bytes(8, "little") + result.to_bytes(8, "little") for sequence, result in results.items()
+    )
+    a.plane.settle_sender(rail, pair.sender, b.placed[pair.receiver], acks, cookie)
+
+
 def fence(a: Node, b: Node, pair: Pair, *, rail: int = 0, remote_rail: int = 0) -> int:
     """After SENDER_LOST: what the conductors do. How many frames were placed."""
     b.plane.fence_receiver(remote_rail, pair.receiver)
-    placed = b.wait(plane.RECEIVER_FENCED, where=lambda event: event[2] == pair.receiver)[3]
-    acks = b.plane.fence_acks(pair.receiver)
-    a.command(lambda cookie: a.plane.settle_sender(rail, pair.sender, placed, acks, cookie))
-    return placed
+    b.keep_fence(b.wait(plane.RECEIVER_FENCED, where=lambda event: event[2] == pair.receiver))
+    a.command(lambda cookie: settle(a, b, pair, cookie, rail=rail))
+    return b.placed[pair.receiver]
+
+
+def settle_late(a: Node, b: Node, pair: Pair, *, rail: int = 0) -> None:
+    """Waits for news of a frame that its owner had not copied at the fence."""
+    b.note_late(b.wait(plane.FRAME_SETTLED, where=lambda event: event[2] == pair.receiver))
+    a.command(lambda cookie: settle(a, b, pair, cookie, rail=rail))

@@ -167,6 +167,14 @@ class Fabric:
         """Each process may register so much, as with RLIMIT_MEMLOCK; 0: no limit."""
         self._set(address, "memory_limit", nbytes)
 
+    def slow_down(self, address: str, ms: int) -> None:
+        """Of completion queues the making, and of queue pairs the end, takes so long."""
+        self._set(address, "slow_ms", ms)
+
+    def fail_error_state(self, address: str, error: int = errno.EIO) -> None:
+        """Queue pairs cannot be put into ERR, as if the device were gone; 0: they can again."""
+        self._set(address, "state", error)
+
     def clear(self) -> None:
         """No fault any more."""
         self._faults.clear()

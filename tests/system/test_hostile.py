@@ -615,6 +615,22 @@ def test_regions_with_impossible_numbers_are_refused(scene: Scene, change: dict[
     scene.others_work()
 
 
+def test_a_client_has_memory_of_one_gpu(scene: Scene) -> None:
+    def register(device: str) -> protocol.Registered:
+        request = protocol.Register(
+            scene.raw.new_id(), 1 << 40, 65536, False, 0, 0, False, memory="device", device=device
+        )
+        answer, _ = scene.raw.ask(request, protocol.Registered)
+        return answer
+
+    register("GPU-1")
+    register("GPU-1")
+    for device in ("GPU-2", ""):
+        with pytest.raises(Refused, match="one client a GPU"):
+            register(device)
+    scene.others_work()
+
+
 @pytest.mark.parametrize(
     "request_of",
     [

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from helpers import memory, patterns, rail_devices, sockets
+from helpers.engines import Engines
 from helpers.memory import KINDS, Kind, Link
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
@@ -137,6 +138,41 @@ def test_an_abort_settles_while_connections_break(pair: tuple[Node, Node]) -> No
             assert not link.destination.array.any()
         begin(link, 9).wait(30)
         assert arrived(link, 9)
+
+
+@pytest.mark.parametrize("end", ["goes on", "is killed"])
+def test_the_fence_does_not_wait_for_an_engine_that_has_stopped(
+    pair: tuple[Node, Node], engines: Engines, end: str
+) -> None:
+    prefill, decode = pair
+    slow = engines.start(decode, rank=1)
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        link = memory.link(sender, receiver, NBYTES)
+        link.source.array[:] = patterns.content(NBYTES, 1)
+        begin(link, 9).wait(30)
+        stuck = sender.open(bytes.fromhex(slow.ask("memory", name="pages", nbytes=NBYTES, kind="private")))
+        taken, put = patterns.order(BLOCKS, BLOCK, 2)
+        with slow.paused():
+            frames = counter(decode, "bounced_bytes")
+            waiting = sender.write(stuck, taken + np.uint64(link.source.address), put + np.uint64(stuck.address), BLOCK)
+            until(lambda: counter(decode, "bounced_bytes") > frames, "frames lie in bounce memory")
+            for seed in range(3):
+                assert sockets.cut(prefill, decode, control=seed == 2) > 0
+                begin(link, seed).wait(30)
+                assert arrived(link, seed)
+            assert not waiting.settled
+            [said] = [error["text"] for error in decode.errors() if error["code"] == "busy"]
+            assert f"pid {slow.pid}" in said
+            if end == "is killed":
+                slow.kill()
+        if end == "is killed":
+            with pytest.raises(TransferError) as failure:
+                waiting.wait(30)
+            assert failure.value.result is Result.REGION_GONE
+        else:
+            waiting.wait(30)
+            assert slow.ask("arrived", name="pages", source_seed=1, blocks=BLOCKS, block_bytes=BLOCK, seed=2)
+    assert not [error for node in pair for error in node.errors() if error["code"] == "internal"]
 
 
 # ---- everything at once ----

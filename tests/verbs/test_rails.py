@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import memory, patterns, rail_devices, sockets
+from helpers.engines import Engines
 from helpers.memory import Link
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
@@ -138,6 +139,34 @@ def test_a_rail_whose_port_goes_down_is_taken_over_and_comes_back(
     assert taken is not None, prefill.log
     print(f"taken over within {taken[1]} ms")
     assert float(taken[1]) < 3000  # a few ms, unless the machine is emulated or loaded
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_takeover_does_not_wait_for_an_engine_that_has_stopped(
+    pair: tuple[Node, Node], engines: Engines, side: str
+) -> None:
+    prefill, decode = pair
+    broken = prefill if side == "prefill" else decode
+    slow = engines.start(decode, rank=0)
+    with prefill.connect(0) as sender, decode.connect(2) as receiver:
+        moving = stream(sender, receiver, rail=0)
+        moving.once()
+        stuck = sender.open(bytes.fromhex(slow.ask("memory", name="pages", nbytes=NBYTES, kind="private")))
+        taken, put = patterns.order(BLOCKS, BLOCK, 2)
+        source = moving.link.source
+        with slow.paused():
+            frames = counter(decode, "bounced_bytes")
+            waiting = sender.write(stuck, taken + np.uint64(source.address), put + np.uint64(stuck.address), BLOCK)
+            until(lambda: counter(decode, "bounced_bytes") > frames, "frames lie in bounce memory", WAIT_S)
+            rail_devices.port(broken.devices[0], broken.fabric, up=False)
+            until(lambda: rail(broken)["up"] is False, "the port is seen to be down", WAIT_S)
+            moving.once()
+            assert rail(prefill)["through"] == 1
+            assert not waiting.settled
+        waiting.wait(WAIT_S)
+        assert slow.ask("arrived", name="pages", source_seed=1, blocks=BLOCKS, block_bytes=BLOCK, seed=2)
+        rail_devices.port(broken.devices[0], broken.fabric, up=True)
+        until(lambda: rail(prefill)["through"] == 0, "the rail is back", WAIT_S)
 
 
 @stand_in_only
