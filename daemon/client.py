@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from railrelay.client.protocol import Message, Note
+from railrelay.daemon.descriptors import discard
 from railrelay.daemon.memory import Memory
 from railrelay.daemon.rows import Rows
 from railrelay.daemon.verbs import Keys
@@ -36,7 +36,7 @@ class Handed:
     def close(self) -> None:
         """Idempotent."""
         if self.fd >= 0:
-            os.close(self.fd)
+            discard([self.fd])
         self.fd, self.handle = -1, ""
 
 

@@ -23,6 +23,7 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode
 from railrelay.client.protocol import Message
 from railrelay.daemon.acceptor import Acceptor
+from railrelay.daemon.descriptors import discard
 from railrelay.daemon.instance import InstanceTaken
 from railrelay.daemon.node_state import Report
 
@@ -106,7 +107,7 @@ class ClientSocket:
         os.close(self._pidfd)
         self._unix.close()
         for _, fds in self._unsent:
-            close_all(fds)
+            discard(fds)
         self._unsent.clear()
         self._on_end(self, reason)
 
@@ -127,7 +128,7 @@ class ClientSocket:
             if not self._send(packet, fds):
                 return
             self._unsent.popleft()
-            close_all(fds)
+            discard(fds)
         self._loop.remove_writer(self._unix.fileno())
 
     def _readable(self) -> None:
@@ -148,12 +149,12 @@ class ClientSocket:
             try:
                 message = protocol.client_request(packet)
             except msgspec.MsgspecError as failure:
-                close_all(fds)
+                discard(fds)
                 self.violate(f"sent something that is not a request ({failure})")
             else:
                 self._on_message(self, message, fds)
             return
-        close_all(fds)
+        discard(fds)
         if packet:
             self.violate(f"sent a packet above {protocol.CLIENT_MESSAGE_BYTES} bytes or {MAX_FDS} descriptors")
         else:
@@ -203,11 +204,6 @@ class ClientServer:
             return self._gid in os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
         except KeyError:
             return False
-
-
-def close_all(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def _listening(path: Path, gid: int | None) -> socket.socket:

@@ -17,8 +17,9 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Message
 from railrelay.daemon.client import Client
-from railrelay.daemon.client_socket import ATTACH_TIMEOUT_S, ClientSocket, close_all
+from railrelay.daemon.client_socket import ATTACH_TIMEOUT_S, ClientSocket
 from railrelay.daemon.context import Context, on_worker
+from railrelay.daemon.descriptors import discard
 from railrelay.daemon.local_route import LocalRoute
 from railrelay.daemon.memory import client_segment
 from railrelay.daemon.peers import Peers
@@ -88,7 +89,7 @@ class Clients:
         client = self._sockets[connection]
         first = isinstance(message, protocol.Attach)
         if first is not (client is None and not tasks) or len(tasks) >= MAX_TASKS:
-            close_all(fds)
+            discard(fds)
             connection.violate(
                 f"sent {type(message).__name__} at the wrong time, or more than {MAX_TASKS} requests at a time"
             )
@@ -97,6 +98,7 @@ class Clients:
         task = self._ctx.spawn(work, f"{type(message).__name__} of pid {connection.pid}")
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        task.add_done_callback(lambda _: discard(fds))  # one that is cancelled before it begins runs no line of its own
 
     async def _answer(self, connection: ClientSocket, message: protocol.ClientRequest, fds: list[int]) -> None:
         reply: Message | None = protocol.Failed(
@@ -123,7 +125,6 @@ class Clients:
             reply = protocol.Failed(message.id, ErrorCode.INTERNAL, f"{type(message).__name__}: {failure}")
             self._ctx.state.error(ErrorCode.INTERNAL, f"{type(message).__name__} of pid {connection.pid}: {failure}")
         finally:
-            close_all(fds)
             if reply is not None:
                 connection.send(reply)
 

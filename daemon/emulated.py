@@ -23,6 +23,7 @@ import msgspec
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Message
 from railrelay.daemon.config import ConfigError, Rail
+from railrelay.daemon.descriptors import discard
 from railrelay.daemon.emulated_helper import (
     MESSAGE_BYTES,
     AddMemory,
@@ -132,8 +133,7 @@ class Helper:
                     socket.send_fds(self._socket, [encode(message)], fds)
                 return await self._answer
         finally:
-            for fd in fds:
-                os.close(fd)
+            discard(fds)
 
     def _readable(self) -> None:
         try:

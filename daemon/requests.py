@@ -516,14 +516,15 @@ def _timeout(timeout_s: float) -> float:
 
 
 def _check_file(fd: int, offset: int, nbytes: int) -> None:
-    facts = os.fstat(fd)
     try:
-        # Only shared memory knows seals. A file of a slow file system would hold up the rails in a page fault.
+        # First, since it waits for nobody. Only shared memory knows seals. A file of a slow file system would hold up
+        # this thread in fstat(), and the rails in a page fault.
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         raise RelayError(
             ErrorCode.NOT_SUPPORTED, "the descriptor of a shared region must be a memfd or shared memory object"
         ) from None
+    facts = os.fstat(fd)
     if offset < 0 or offset + nbytes > facts.st_size:
         raise RelayError(
             ErrorCode.OUT_OF_BOUNDS,

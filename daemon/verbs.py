@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
-import os
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Endpoint, RailFacts
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.config import Config, ConfigError, Rail
+from railrelay.daemon.descriptors import discard
 from railrelay.daemon.plane import DataPlane
 
 GID_BYTES: Final = 16
@@ -70,7 +70,7 @@ class Keys:
     def close(self) -> None:
         """Idempotent."""
         if self.dmabuf >= 0:
-            os.close(self.dmabuf)
+            discard([self.dmabuf])
             self.dmabuf = -1
 
 
