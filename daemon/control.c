@@ -436,7 +436,7 @@ int rr_plane_add_region(struct rr_plane *plane, uint32_t number, uint32_t region
     struct rr_region *at = &client->regions[region];
     if (at->valid || at->mapping) return -EBUSY;
     if (fd >= 0) {
-        uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), into = offset % page;
+        uint64_t into = offset % rr_page_bytes(fd);
         int error = 0;
         at->mapping = rr_map(fd, offset - into, bytes + into, &error);
         if (!at->mapping) return -error;
@@ -502,7 +502,7 @@ int rr_plane_add_remote(struct rr_plane *plane, uint32_t number, uint32_t remote
     if (rkey_count > RR_MAX_RAILS || owner >= RR_MAX_CLIENTS) return -EINVAL;
     struct rr_remote *at = &client->remotes[remote];
     rr_store_relaxed_u32(&at->valid, 0);
-    rr_full_barrier(); /* with rr_remote_read: nobody takes new fields for old ones */
+    rr_full_barrier(); /* nobody takes new fields for old ones: collector.c and verbs_sender.c look twice */
     at->peer = peer;
     at->handle = handle;
     at->rail = rail;

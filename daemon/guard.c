@@ -3,10 +3,12 @@
  * it broken and lets the thread go on; whoever looks at `broken` next ends that client alone. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <linux/magic.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include "plane.h"
@@ -59,16 +61,23 @@ int rr_guard_patch(const void *address) { return patch((uintptr_t)address); }
 
 uint32_t rr_guard_patches(void) { return rr_load_acquire_u32(&patches); }
 
+uint64_t rr_page_bytes(int fd)
+{
+    struct statfs facts;
+    return fstatfs(fd, &facts) == 0 && facts.f_type == HUGETLBFS_MAGIC ? (uint64_t)facts.f_bsize : (uint64_t)sysconf(_SC_PAGESIZE);
+}
+
+/* Of whole pages: the kernel neither unmaps nor replaces a part of a huge one. */
 struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error)
 {
-    long page = sysconf(_SC_PAGESIZE);
+    uint64_t page = rr_page_bytes(fd);
     struct rr_mapping *mapping = calloc(1, sizeof *mapping);
-    if (!mapping || bytes == 0 || offset % (uint64_t)page) {
+    if (!mapping || bytes == 0 || offset % page) {
         *error = mapping ? EINVAL : ENOMEM;
         free(mapping);
         return NULL;
     }
-    mapping->bytes = (bytes + (uint64_t)page - 1) / (uint64_t)page * (uint64_t)page;
+    mapping->bytes = (bytes + page - 1) / page * page;
     mapping->base = mmap(NULL, mapping->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)offset);
     if (mapping->base == MAP_FAILED) {
         *error = errno;

@@ -433,6 +433,8 @@ uint32_t rr_plane_holders_result(struct rr_plane *plane, uint64_t cookie, struct
 
 /* ---- guard.c: any thread ---- */
 int rr_guard_install(void);
+/* Of what a file of shared memory is mapped in: huge pages, perhaps. */
+uint64_t rr_page_bytes(int fd);
 struct rr_mapping *rr_map(int fd, uint64_t offset, uint64_t bytes, int *error);
 /* Addresses that only a NIC understands, as a mapping. NULL: no memory. */
 struct rr_mapping *rr_made_up(uint64_t base, uint64_t bytes);
