@@ -66,6 +66,27 @@ struct builder {
     int takes_made_up, one_sided;
 };
 
+struct remote {
+    uint64_t bytes;
+    uint32_t peer, rail, handle, owner, window_bytes, window_runs;
+};
+
+/* The fields are read between two looks at `valid`: the index may be given to a region of another peer meanwhile, and half of
+ * one and half of the other could name a region that its client has never opened. 0: there is none. */
+static int look_up(const struct rr_remote *at, struct remote *found)
+{
+    uint32_t version = rr_load_acquire_u32(&at->valid);
+    found->bytes = rr_load_relaxed_u64(&at->bytes);
+    found->peer = rr_load_relaxed_u32(&at->peer);
+    found->rail = rr_load_relaxed_u32(&at->rail);
+    found->handle = rr_load_relaxed_u32(&at->handle);
+    found->owner = rr_load_relaxed_u32(&at->owner);
+    found->window_bytes = rr_load_relaxed_u32(&at->window_bytes);
+    found->window_runs = rr_load_relaxed_u32(&at->window_runs);
+    rr_acquire_fence();
+    return version && rr_load_relaxed_u32(&at->valid) == version;
+}
+
 /* Adds one block to the work: one more piece and run, or a longer last one where it continues both. */
 static uint32_t add_block(struct builder *b, const struct rr_block *block)
 {
@@ -74,10 +95,10 @@ static uint32_t add_block(struct builder *b, const struct rr_block *block)
     uint64_t length = block->length;
     if (length == 0) return RR_OUT_OF_BOUNDS;
     if (block->remote_region >= plane->remotes_per_client) return RR_BAD_REGION;
-    struct rr_remote *remote = &b->client->remotes[block->remote_region];
-    if (!rr_load_acquire_u32(&remote->valid)) return RR_REGION_GONE;
-    if (remote->peer != work->peer || remote->rail != work->remote_rail) return RR_BAD_REGION;
-    if (block->destination > remote->bytes || length > remote->bytes - block->destination) return RR_OUT_OF_BOUNDS;
+    struct remote remote;
+    if (!look_up(&b->client->remotes[block->remote_region], &remote)) return RR_REGION_GONE;
+    if (remote.peer != work->peer || remote.rail != work->remote_rail) return RR_BAD_REGION;
+    if (block->destination > remote.bytes || length > remote.bytes - block->destination) return RR_OUT_OF_BOUNDS;
     uint8_t *source;
     if (b->slot) {
         if (block->source > plane->slot_bytes || length > plane->slot_bytes - block->source) return RR_OUT_OF_BOUNDS;
@@ -91,10 +112,10 @@ static uint32_t add_block(struct builder *b, const struct rr_block *block)
         source = region->base + block->source;
     }
     if (work->run_count == 0) {
-        work->owner = remote->owner;
-        work->window_bytes = remote->window_bytes;
-        work->window_runs = remote->window_runs;
-    } else if (work->owner != remote->owner || work->window_bytes != remote->window_bytes) {
+        work->owner = remote.owner;
+        work->window_bytes = remote.window_bytes;
+        work->window_runs = remote.window_runs;
+    } else if (work->owner != remote.owner || work->window_bytes != remote.window_bytes) {
         return RR_BAD_REGION;
     }
     struct iovec *piece = &work->pieces[work->piece_count];
@@ -108,13 +129,13 @@ static uint32_t add_block(struct builder *b, const struct rr_block *block)
         work->piece_count++;
     }
     struct rr_wire_run *run = &work->runs[work->run_count];
-    if (work->run_count && run[-1].handle == remote->handle && run[-1].offset + run[-1].length == block->destination &&
+    if (work->run_count && run[-1].handle == remote.handle && run[-1].offset + run[-1].length == block->destination &&
         run[-1].length + length <= UINT32_MAX) {
         run[-1].length += (uint32_t)length;
     } else {
         run->offset = block->destination;
         run->length = (uint32_t)length;
-        run->handle = remote->handle;
+        run->handle = remote.handle;
         if (b->one_sided) work->run_remotes[work->run_count] = block->remote_region;
         work->run_count++;
     }
@@ -240,9 +261,10 @@ static int collect_ring(struct rr_rail *rail, struct rr_client *client, struct r
         }
         port->ring_source.free = work->next;
         work->slot = slice->ticket;
-        const struct rr_block *table = client->ring_tables + ((size_t)rail->number * tables + slice->table) * plane->table_entries;
+        uint32_t number = slice->table < tables ? slice->table : 0;
+        const struct rr_block *table = client->ring_tables + ((size_t)rail->number * tables + number) * plane->table_entries;
         size_t row = (size_t)rail->number * (port->ring.mask + 1) + ((port->ring.consumed + taken) & port->ring.mask);
-        if (slice->table >= tables || take_slice(rail, client, work, slice, table, &client->ring_times[row], NULL)) {
+        if (slice->table != number || take_slice(rail, client, work, slice, table, &client->ring_times[row], NULL)) {
             rr_violation(rail, client, RR_PROTOCOL, slice->transfer, slice->generation, slice->table);
             return (int)taken;
         }
