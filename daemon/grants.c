@@ -1,5 +1,6 @@
 #include "grants.h"
 
+#include "nic.h"
 #include "window.h"
 
 static int may_ask(const struct rr_grants *grants, uint32_t owner)
@@ -155,6 +156,7 @@ static int was_given_up(struct rr_grants *grants, uint64_t want)
 
 int rr_grants_answer(struct rr_rail *rail, struct rr_grants *grants, uint64_t want, uint32_t code, const struct rr_grant *grant)
 {
+    if (!rr_is_answer(code)) return -1;
     struct rr_work *work = unpark(grants, want);
     int owner = work ? (int)work->owner : was_given_up(grants, want);
     if (owner < 0) return -1;

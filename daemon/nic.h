@@ -66,6 +66,12 @@ struct rr_nic {
     struct rr_rail *rail;
 };
 
+/* The results that a receiver may answer with: another one would tell a client what is not true of its own daemon. */
+static inline int rr_is_answer(uint64_t code)
+{
+    return code == RR_OK || code == RR_ABORTED || code == RR_REGION_GONE || code == RR_BAD_REGION || code == RR_OUT_OF_BOUNDS;
+}
+
 /* epoll_wait to the nanosecond; -1: no limit. */
 struct epoll_event;
 int rr_epoll_wait(int epoll_fd, struct epoll_event *events, int max, int64_t timeout_ns);

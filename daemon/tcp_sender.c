@@ -199,7 +199,7 @@ static int on_reply(struct rr_rail *rail, struct rr_connection *c, const struct 
         return rr_grants_answer(rail, &c->grants, reply->sequence, reply->code, &grant);
     }
     if (reply->type != REPLY_DONE || reply->window >= RR_WINDOW || !reply->sequence ||
-        c->window.sequences[reply->window] != reply->sequence)
+        c->window.sequences[reply->window] != reply->sequence || !rr_is_answer(reply->code))
         return -1;
     struct rr_work *work = c->window.works[reply->window];
     if (work && work == c->current) return -1;

@@ -400,6 +400,7 @@ int verbs_on_answer(struct rr_connection *c, const struct message *message)
         int entry = entry_of(c, message->pairs[i].sequence);
         if (entry < 0) return -1;
         struct frame *frame = &c->frames[entry];
+        if (!frame->override && !rr_is_answer(message->pairs[i].code)) return -1;
         frame->code = (uint32_t)message->pairs[i].code;
         if (frame->state == FRAME_READ)
             frame_done(c, (uint32_t)entry);

@@ -1,5 +1,7 @@
 #include "window.h"
 
+#include "nic.h"
+
 void rr_window_init(struct rr_window *window)
 {
     window->free_count = RR_WINDOW;
@@ -73,7 +75,7 @@ static int ack_of(const struct rr_ack *acks, uint32_t count, uint64_t sequence, 
 {
     for (uint32_t i = 0; i < count; i++) {
         if (acks[i].sequence != sequence) continue;
-        *code = (uint32_t)acks[i].code;
+        *code = rr_is_answer(acks[i].code) ? (uint32_t)acks[i].code : RR_PEER_LOST;
         return 1;
     }
     return 0;
