@@ -27,6 +27,7 @@ MAX_RAILS: Final = abi.CONSTANTS["MAX_RAILS"]
 MAX_CLIENTS: Final = 256
 SOCKET_PATH_BYTES: Final = 107
 DEVICE_NAME_BYTES: Final = 63
+IDENTITY_BYTES: Final = abi.FIELDS["rail_state"]["name"].size - 1
 NICS: Final = ("tcp", "verbs", "emulated")
 FLUSHES: Final = ("auto", "always", "never")
 
@@ -324,7 +325,7 @@ def load(path: Path | None) -> Config:
 def parse(text: str) -> Config:
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as failure:
+    except (ValueError, RecursionError) as failure:  # long numbers and deep nesting, too
         raise ConfigError(f"not TOML: {failure}") from None
     try:
         config = msgspec.convert(raw, Config, dec_hook=_decode)
@@ -430,7 +431,8 @@ def _check_rail(config: Config, index: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     _demand(rail.cpu < 0 or rail.cpu in cores, f"{name}.cpu", rail.cpu, f"-1 or one of the usable cores {cores}")
     identity = config.identity(index)
-    _demand(len(identity.encode()) < 32, f"{name}.identity", identity, "at most 31 bytes")
+    fits = len(identity.encode()) <= IDENTITY_BYTES and identity.isprintable()
+    _demand(fits, f"{name}.identity", identity, f"at most {IDENTITY_BYTES} bytes of printable text")
     first = [config.identity(other) for other in range(index)]
     _demand(identity not in first, f"{name}.identity", identity, "different on each rail of a node")
 

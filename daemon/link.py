@@ -20,6 +20,7 @@ from railrelay.daemon.node_state import Report
 
 MAX_UNSENT_BYTES: Final = 16 * 1024 * 1024
 MAX_REQUESTS: Final = 1024
+TEXT_CHARACTERS: Final = 1024  # of a refusal: local clients and the log get it
 
 R = TypeVar("R", bound=Message)
 Answer = Message | None
@@ -105,7 +106,7 @@ class Link(asyncio.Protocol):
             self._pending.pop(message.id, None)
         if isinstance(answer, protocol.Refused):
             code = ErrorCode(answer.code) if answer.code in set(ErrorCode) else ErrorCode.PEER_REFUSED
-            raise PeerRefused(code, answer.text)
+            raise PeerRefused(code, answer.text[:TEXT_CHARACTERS])
         if not isinstance(answer, reply):
             self.violate(f"answered {type(message).__name__} by {type(answer).__name__}")
             raise LinkLost(ErrorCode.PROTOCOL, self._reason)
@@ -212,10 +213,11 @@ class Link(asyncio.Protocol):
             self._refuse(message, failure)
             return
         if inspect.iscoroutine(answer):
-            task = asyncio.get_running_loop().create_task(self._answer(message, answer))
+            work = answer
+            task = asyncio.get_running_loop().create_task(self._answer(message, work))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-            task.add_done_callback(lambda _: answer.close())  # of one that is cancelled before it begins
+            task.add_done_callback(lambda _: work.close())  # it may be cancelled before it begins
         elif answer is not None:
             self.send(cast("Message", answer))
 
@@ -230,7 +232,7 @@ class Link(asyncio.Protocol):
 
     def _refuse(self, message: protocol.PeerMessage, failure: Exception) -> None:
         name = type(message).__name__
-        if isinstance(failure, OverflowError):
+        if isinstance(failure, (OverflowError, ValueError)):
             failure = RelayError(ErrorCode.PROTOCOL, f"{name} with a number that cannot be ({failure})")
         elif not isinstance(failure, RelayError):
             failure = RelayError(ErrorCode.INTERNAL, f"{name}: {failure}")

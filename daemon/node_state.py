@@ -17,6 +17,7 @@ from railrelay.shm_layout import abi, segment
 from railrelay.shm_layout.segment import AreaPlan, ClientState, PeerState
 
 ERROR_ROWS: Final = 128
+MOST_CHARACTERS: Final = 4096  # of one error
 
 log = logging.getLogger("railrelay")
 
@@ -140,8 +141,9 @@ class NodeState:
         """The one place where the daemon's errors end: a record, counted up for the same ``key`` (default: the text),
         and a log line for the first, second, fourth, eighth ... of them."""
         if self.reader_fd < 0:
-            log.error("%s: %s", code, text)
+            log.error("%s: %s", code, _one_line(text))
             return
+        text = _one_line(text)
         key, now = key or text, time.time_ns()
         row = self._error_rows.get(key)
         if row is None:
@@ -164,3 +166,8 @@ class NodeState:
         self.reader_fd = -1
         self.phase("CLOSED")
         self.segment.close()
+
+
+def _one_line(text: str) -> str:
+    """Clients and peers have a say in what errors say: that must not look like another line of the log."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:MOST_CHARACTERS])

@@ -265,8 +265,7 @@ class Peers:
                 link.new_id(), protocol.PROTOCOL_VERSION, ctx.instance, ctx.session, peer.instance, ctx.rails
             )
             welcome = await link.request(hello, protocol.Welcome, timeout_s)
-            rails.check_facts(peer.session, welcome.rails)
-            rails.check_instance(peer.session, welcome.instance)
+            rails.check_facts(peer.session, welcome.instance, welcome.rails)
             _check_same(peer, welcome)
             if not peer.instance:
                 ctx.plane.add_peer(peer.row, len(welcome.rails))

@@ -19,7 +19,7 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import RailFacts
 from railrelay.daemon.acceptor import Acceptor
-from railrelay.daemon.config import MAX_RAILS, Config, Tcp
+from railrelay.daemon.config import IDENTITY_BYTES, MAX_RAILS, Config, Tcp
 from railrelay.daemon.node_state import Report
 
 PREAMBLE_TIMEOUT_S: Final = 5.0
@@ -149,11 +149,18 @@ class Rails:
         return connection, token
 
 
-def check_facts(session: str, rails: list[RailFacts]) -> None:
-    """Refuses what a peer says of its rails if it cannot be right. RelayError."""
+def check_facts(session: str, instance: int, rails: list[RailFacts]) -> None:
+    """Refuses what a peer says of itself if it cannot be right. RelayError."""
+    if not 0 < instance < 1 << 64:
+        raise RelayError(ErrorCode.PROTOCOL, f"{session} has instance {instance}; expected 1 to 2**64 - 1")
     if not 1 <= len(rails) <= MAX_RAILS:
         raise RelayError(ErrorCode.RAIL_MISMATCH, f"{session} has {len(rails)} rails; expected 1 to {MAX_RAILS}")
     for index, facts in enumerate(rails):
+        if len(facts.identity.encode()) > IDENTITY_BYTES or not facts.identity.isprintable():
+            raise RelayError(
+                ErrorCode.RAIL_MISMATCH,
+                f"{session}, rail {index}: identity {facts.identity[:64]!r}; expected at most {IDENTITY_BYTES} bytes",
+            )
         try:
             ipaddress.ip_address(facts.address)
         except ValueError:
@@ -166,12 +173,6 @@ def check_facts(session: str, rails: list[RailFacts]) -> None:
                 ErrorCode.RAIL_MISMATCH,
                 f"{session}, rail {index}: {facts.nic[:16]!r} on port {facts.port}; expected tcp, verbs or emulated",
             )
-
-
-def check_instance(session: str, instance: int) -> None:
-    """The same of its instance."""
-    if not 0 < instance < 1 << 63:
-        raise RelayError(ErrorCode.PROTOCOL, f"{session[:96]} says that its instance is {instance}")
 
 
 async def connect(

@@ -29,11 +29,12 @@ from railrelay.daemon.client import Client, Region
 from railrelay.daemon.context import Context, run_on_worker
 from railrelay.daemon.flush import Flush
 from railrelay.daemon.link import Answer, Link
-from railrelay.daemon.rails import Rails, check_facts, check_instance
+from railrelay.daemon.rails import Rails, check_facts
 from railrelay.daemon.rows import Handles, Rows
 from railrelay.daemon.verbs import checked_endpoint
 
 HELLO_TIMEOUT_S: Final = 5.0
+SESSION_CHARACTERS: Final = 300  # a host name has at most 253
 MAX_STRANGERS: Final = 64  # control connections that have not said Hello yet
 KEPT_FENCES: Final = 1024  # a session, of those that wait for nothing
 LONGEST_NEWS_WAIT_S: Final = 60.0
@@ -155,8 +156,9 @@ class Sessions:
             )
         if self._ctx.draining:
             raise RelayError(ErrorCode.DRAINING, f"{self._ctx.session} is going down")
-        check_facts(hello.session, hello.rails)
-        check_instance(hello.session, hello.instance)
+        if not hello.session.isprintable() or len(hello.session) > SESSION_CHARACTERS:
+            raise RelayError(ErrorCode.PROTOCOL, f"session {hello.session[:64]!r}: expected host:port")
+        check_facts(hello.session, hello.instance, hello.rails)
         session = self._by_instance.get(hello.instance)
         if hello.expect:
             if hello.expect != self._ctx.instance or session is None:
@@ -178,7 +180,7 @@ class Sessions:
                 ErrorCode.LIMIT,
                 f"{self._ctx.session} serves {self._rows.count} senders already; raise limits.max_peers there",
             )
-        session = Session(index, hello.instance, hello.session[:96], hello.rails)
+        session = Session(index, hello.instance, hello.session, hello.rails)
         self._by_index[index] = self._by_instance[hello.instance] = session
         return session
 

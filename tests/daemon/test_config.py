@@ -123,6 +123,12 @@ def test_file_that_cannot_be_read_is_a_configuration_error(tmp_path: Path) -> No
         config.load(tmp_path / "missing.toml")
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000], ids=["digits", "nesting"])
+def test_what_the_toml_parser_gives_up_on_is_a_configuration_error(value: str) -> None:
+    with pytest.raises(ConfigError, match="not TOML"):
+        parse(f"[relay]\nslots = {value}")
+
+
 def test_rank_without_a_rail_has_none() -> None:
     loaded = parse('[node]\nrail_of_rank = [1, 0]\n[[rail]]\naddress = "127.0.0.1"\n[[rail]]\naddress = "127.0.0.2"')
     assert [loaded.rail_of(rank) for rank in range(3)] == [1, 0, None]
