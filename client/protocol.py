@@ -534,9 +534,11 @@ LENGTH_PREFIX = struct.Struct("<I")
 def receive(unix: socket.socket, max_fds: int, flags: int = 0) -> tuple[bytes, list[int], bool]:
     """(packet, descriptors, whether something was cut off) from a client-plane socket; b"" at the end of the stream.
     The descriptors are close-on-exec and the caller's. (socket.recv_fds() drops the flags that this takes.)"""
-    packet, ancillary, cut, _ = unix.recvmsg(
-        CLIENT_MESSAGE_BYTES, socket.CMSG_SPACE(max_fds * 4), socket.MSG_CMSG_CLOEXEC | flags
-    )
+    sizes = (CLIENT_MESSAGE_BYTES, socket.CMSG_SPACE(max_fds * 4), socket.MSG_CMSG_CLOEXEC | flags)
+    try:
+        packet, ancillary, cut, _ = unix.recvmsg(*sizes)
+    except ConnectionResetError:  # the other end died with packets unread: said once, before what it sent until then
+        packet, ancillary, cut, _ = unix.recvmsg(*sizes)
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
     fds = [fd for level, kind, data in ancillary if (level, kind) == rights for fd in array("i", data)]
     return packet, fds, bool(cut & (socket.MSG_TRUNC | socket.MSG_CTRUNC))

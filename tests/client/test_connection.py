@@ -240,3 +240,20 @@ def test_sessions_leave_no_descriptor_behind(tmp_path: Path) -> None:
         daemon.socket.close()
     daemon.close()
     assert open_descriptors() == before
+
+
+def test_what_a_dying_daemon_sent_is_heard_also_if_it_left_requests_unread(
+    daemon: Daemon, connection: Connection
+) -> None:
+    """The kernel says "connection reset" then, and has the packets still."""
+    heard: list[object] = []
+    gone = threading.Event()
+    connection.on_event = heard.append
+    connection.on_gone = gone.set
+    connection.tell(unregister(connection))
+    note = protocol.Notification(7, b"placed", "127.0.0.1:1")
+    daemon.send(note)
+    daemon.send(note)
+    daemon.socket.close()
+    assert gone.wait(5)
+    assert heard == [note, note]
