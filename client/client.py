@@ -1,9 +1,12 @@
-"""A session of this process with the daemon of its node: the entry to everything else."""
+"""A client of the daemon of its node: the entry to everything else. It attaches again by itself when the daemon was
+restarted; what the daemon has to know then is kept here and in regions.py."""
 
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
@@ -12,28 +15,32 @@ import numpy as np
 import numpy.typing as npt
 
 from railrelay.client import core, cuda, protocol
-from railrelay.client.connection import LOCAL_TIMEOUT_S, Connection, Event, close_all
+from railrelay.client.attachment import Attachment, Wish
 from railrelay.client.errors import (
-    RESULT_TEXT,
     ArgumentError,
     ConnectError,
     DaemonGone,
     ErrorCode,
-    RegionError,
+    PeerError,
     RelayError,
     Result,
+    WaitTimeout,
 )
-from railrelay.client.gpu_memory import GpuMemory, GpuOptions
+from railrelay.client.gpu_memory import GpuOptions
 from railrelay.client.layout import PageLayout
 from railrelay.client.paths import default_socket
-from railrelay.client.peers import Peer, Ready, RemoteTable
+from railrelay.client.peers import Peer, Ready
 from railrelay.client.receiver import Receiver
 from railrelay.client.regions import Buffer, Region, RemoteRegion, decode_offer, memory_of, shared_memory
-from railrelay.client.transfer import Completions, Transfer, core_errors, nanoseconds
-from railrelay.shm_layout import abi
+from railrelay.client.transfer import Transfer, nanoseconds
+from railrelay.shm_layout import faults
 
-_REPLY_MARGIN_S: Final = 1.0
 _GPU_OPTIONS: Final = GpuOptions()
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 1.0
+_LOOK_S: Final = 0.05  # between the exit of the daemon and the notice of it nobody tells
+# What no waiting changes: another daemon than the one that was there.
+_FINAL: Final = frozenset({ErrorCode.VERSION, ErrorCode.ABI, ErrorCode.DENIED, ErrorCode.BAD_RANK})
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 
@@ -63,7 +70,11 @@ class Client:
     """Made by Client.connect(). Any number of threads may call; a forked child must connect a Client of its own.
 
     ``session``: "host:port" of the own daemon, by which peers reach it. ``rank``: local GPU. ``rails``: how many the
-    node has. ``own_rail``: the one of this rank. ``receiver``: the decode side."""
+    node has. ``own_rail``: the one of this rank. ``receiver``: the decode side.
+
+    When the daemon exits, every transfer that runs ends with DAEMON_GONE, calls raise DaemonGone, and a thread attaches
+    again as soon as a daemon answers at the same place: then all regions are registered anew, under new offers, and
+    what peers offered must be opened again. See wait_attached()."""
 
     @classmethod
     def connect(
@@ -75,6 +86,7 @@ class Client:
         name: str = "",
         route: Route | str = Route.RELAY,
         local: bool = True,
+        reattach: bool = True,
         feeder_cpu: int = -1,
         gpu: int | str | None = None,
         gpu_options: GpuOptions = _GPU_OPTIONS,
@@ -83,90 +95,95 @@ class Client:
         """Attaches to the daemon at ``socket``, or to that of ``instance`` at its default place (paths.default_socket).
 
         ``local``: into regions of other clients of the same daemon, whatever the route, bytes are copied from memory to
-        memory; without it they go through the daemon and its NICs like all others.
+        memory; without it they go through the daemon and its NICs like all others. ``reattach``: without it the client
+        is of no use any more once the daemon has exited.
         ``name`` is shown by the admin commands. ``feeder_cpu``: CPU to pin the feeder thread to, -1 for none. ``gpu``:
         CUDA ordinal or UUID of the rank's GPU; without it the client takes that of the first GPU memory it registers.
         Raises ConnectError: no daemon, no permission, another version, rank out of range or taken, no such GPU."""
         path = default_socket(instance) if socket is None else Path(socket)
         if route not in list(Route):
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"route {route!r}: one of {', '.join(Route)}")
-        return cls(path, rank, name, Route(route), local, feeder_cpu, gpu, gpu_options, timeout)
+        wish = Wish(path, rank, name, Route(route).number, local, feeder_cpu, gpu, gpu_options, timeout)
+        return cls(wish, reattach=reattach)
 
-    def __init__(
-        self,
-        path: Path,
-        rank: int,
-        name: str,
-        route: Route,
-        local: bool,
-        feeder_cpu: int,
-        gpu: int | str | None,
-        gpu_options: GpuOptions,
-        timeout: float,
-    ) -> None:
+    def __init__(self, wish: Wish, *, reattach: bool) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # never held while waiting: the control thread takes it
-        self._leasing = threading.Lock()
-        self._attaching = threading.Lock()
+        self._wish = wish
+        self._reattach = reattach
+        self._changed = threading.Condition()  # guards what follows; never held while waiting for a daemon
+        self._attachments = 0
+        self._regions: list[Region] = []
+        self._thread: threading.Thread | None = None
+        self._given_up: RelayError | None = None
         self._closing = threading.Lock()
+        self._stopping = threading.Event()
         self.closed = False
-        self._peers: dict[str, Peer] = {}
-        self.held_regions: dict[int, Region] = {}  # what the C threads may read or write stays, whoever drops it
-        self._kicks: list[int] = []
-        self._gpu: GpuMemory | None = None
-        self._gpu_options = gpu_options
-        self.rank = rank
-        self.local = local
+        self.rank = wish.rank
         self.draining = ""  # what a daemon that is going down said
-        self.connection = Connection(path, timeout)
-        self.receiver = Receiver(self.connection)
-        request = protocol.Attach(
-            self.connection.new_id(), protocol.PROTOCOL_VERSION, abi.CONSTANTS["ABI_VERSION"], rank, name
-        )
-        try:
-            facts: protocol.Attached = self.connection.ask_then(
-                request, protocol.Attached, lambda facts, fds: self._attached(facts, fds, route, feeder_cpu), timeout
-            )
-        except BaseException as failure:
-            self.connection.close()
-            if hasattr(self, "core"):
-                self.core.close()
-            close_all(self._kicks)
-            if isinstance(failure, DaemonGone):
-                raise ConnectError(self.connection.last_code, failure.text) from None
-            if isinstance(failure, RelayError) and not isinstance(failure, ConnectError):
-                raise ConnectError(failure.code, failure.text) from None
-            if isinstance(failure, OSError):
-                text = f"the daemon's segments cannot be mapped: {failure.strerror or failure}"
-                raise ConnectError(ErrorCode.INTERNAL, text) from None
-            raise
-        if gpu is not None:
-            try:
-                self._use_gpu(gpu)
-            except RelayError as failure:
-                self.close()
-                raise ConnectError(failure.code, failure.text) from None
-        self.session = facts.session
-        self.rails = len(self._kicks)
-        self.own_rail = facts.own_rail
-        self._bounce_bytes = facts.bounce_bytes
+        self.receiver = Receiver()
+        self._attachment = self._attach()
+        self._use(self._attachment)
+
+    @property
+    def session(self) -> str:
+        """Of the daemon; another one after a restart, unless its port is configured."""
+        return self._attachment.session
+
+    @property
+    def rails(self) -> int:
+        """How many the node has."""
+        return self._attachment.rails
+
+    @property
+    def own_rail(self) -> int:
+        """That of this rank."""
+        return self._attachment.own_rail
+
+    @property
+    def attachments(self) -> int:
+        """How often this client has attached: another number says that offers are others, and that peers' offers must
+        be opened again."""
+        return self._attachments
+
+    def wait_attached(self, timeout: float = 30.0) -> int:
+        """Sleeps until the daemon is there and knows all regions; returns ``attachments``. After a restart no byte of
+        what was under way before lands in this client's regions any more, unless a client of the same node, which
+        copies by itself, has not noticed yet: its transfer ends with DAEMON_GONE when it has.
+
+        Raises WaitTimeout; DaemonGone if the client does not attach again (``reattach``, a session that the daemon
+        ended, a refusal that waiting does not change)."""
+        self._attachment.connection.check_process()
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while True:
+                attachment = self._attachment
+                if self.closed:
+                    attachment.connection.check()
+                if not attachment.gone and not attachment.connection.daemon_exited():
+                    return self._attachments
+                if self._given_up is not None and self._thread is None:
+                    raise DaemonGone(self._given_up.code, self._given_up.text)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    why = f" ({self._given_up.text})" if self._given_up is not None else ""
+                    text = f"no daemon at {self._wish.path} has taken this client again within {timeout:g} s{why}"
+                    raise WaitTimeout(ErrorCode.WAIT_TIMEOUT, text)
+                self._changed.wait(min(left, _LOOK_S))
 
     def alloc(self, nbytes: int, *, rail: int | None = None) -> Buffer:
         """New memory that this process and the daemon share, zeroed and registered (see register() for ``rail``): the
         way without a bounce copy on the decode side. Raises RegionError NO_MEMORY."""
-        self.connection.check()
+        attachment = self._attachment
+        attachment.connection.check()
         fd, array = shared_memory(nbytes)
-        try:
-            region = self._register(
-                protocol.Register(
-                    self.connection.new_id(), int(array.ctypes.data), nbytes, True, 0, self._rail(rail), True
-                ),
-                array,
-                (fd,),
-            )
-        finally:
-            os.close(fd)
-        return Buffer(array, region)
+        address, chosen = int(array.ctypes.data), self._rail(rail)
+
+        def register(attachment: Attachment, region: Region) -> None:
+            new_id = attachment.connection.new_id()
+            request = protocol.Register(new_id, address, nbytes, True, 0, chosen, True)
+            attachment.register(request, region, (fd,))
+
+        return Buffer(array, self._registered(attachment, Region(register, address, nbytes, array, fd=fd)))
 
     def register(self, buffer: Any, *, rail: int | None = None, receive: bool = True) -> Region:  # noqa: ANN401
         """Makes memory of this process known as source and, with ``receive``, as destination.
@@ -178,35 +195,42 @@ class Client:
         the daemon. Memory of alloc() is registered already.
 
         Raises RegionError (the text names the limit), ArgumentError (overlaps a registered region, not contiguous)."""
-        self.connection.check()
+        attachment = self._attachment
+        attachment.connection.check()
         on_gpu = _gpu_memory_of(buffer)
+        chosen = self._rail(rail)
         if on_gpu is not None:
-            return self._register_gpu(*on_gpu, buffer, self._rail(rail), receive=receive)
+            address, nbytes = on_gpu
+            at = cuda.where(address)
+
+            def register_gpu(attachment: Attachment, region: Region) -> None:
+                attachment.register_gpu(region, address, nbytes, chosen, receive=receive)
+
+            device = cuda.uuid_of(at.ordinal) if at is not None else ""
+            return self._registered(attachment, Region(register_gpu, address, nbytes, buffer, device))
         address, nbytes, keep = memory_of(buffer, writable=receive)
-        request = protocol.Register(self.connection.new_id(), address, nbytes, False, 0, self._rail(rail), receive)
-        return self._register(request, keep)
+
+        def register(attachment: Attachment, region: Region) -> None:
+            new_id = attachment.connection.new_id()
+            attachment.register(protocol.Register(new_id, address, nbytes, False, 0, chosen, receive), region)
+
+        return self._registered(attachment, Region(register, address, nbytes, keep))
 
     def peer(self, session: str, timeout: float = 5.0) -> Peer:
         """The daemon with this session ("host:port" or "[v6]:port"), connected on first use and then kept. Raises
         PeerError (unreachable within ``timeout`` seconds, refused), ArgumentError."""
-        self.connection.check()
-        try:
-            session = protocol.format_session(*protocol.parse_session(session))
-        except ValueError as failure:
-            raise ArgumentError(ErrorCode.BAD_ARGUMENT, str(failure)) from None
-        with self._lock:
-            known = self._peers.get(session)
-        if known is not None:
-            return known
-        request = protocol.ConnectPeer(self.connection.new_id(), session, timeout)
-        peer: Peer = self.connection.ask_then(
-            request, protocol.PeerConnected, lambda facts, _: self._connected(session, facts), timeout + _REPLY_MARGIN_S
-        )
-        return peer
+        return self._attachment.peer(session, timeout)
 
     def open(self, offer: bytes, timeout: float = 5.0) -> RemoteRegion:
         """Connects to the peer that an offer comes from and opens it there; see Peer.open()."""
-        return self.peer(decode_offer(offer).session, timeout).open(offer)
+        session, deadline = decode_offer(offer).session, time.monotonic() + timeout
+        while True:
+            try:
+                return self.peer(session, max(0.0, deadline - time.monotonic())).open(offer)
+            except PeerError as failure:
+                # The daemon there has restarted, and what was lost is the connection to the one before.
+                if failure.code != ErrorCode.PEER_LOST or time.monotonic() > deadline:
+                    raise
 
     def write(
         self,
@@ -223,10 +247,10 @@ class Client:
         """Peer.write() to the process that owns the region ``target``, or to a peer or session. Contiguous uint64
         arrays and a RemoteRegion take a shorter way."""
         plain = notify is None and ready is None and type(tag) is int and timeout > 0
-        if plain and type(target) is RemoteRegion and self.remotes.is_open(target) and not target.peer.is_down:
-            one = type(lengths) is int
+        if plain and type(target) is RemoteRegion and target.peer.has_open(target) and not target.peer.is_down:
+            attachment, one = target.peer.attachment, type(lengths) is int
             try:
-                submission = self.core.write_now(
+                submission = attachment.core.write_now(
                     target.peer.index,
                     target.space,
                     cast(Addresses, sources),
@@ -236,7 +260,9 @@ class Client:
                     cast(int, tag),
                     nanoseconds(timeout),
                 )
-                return Transfer(submission, self.connection, self.completions, cast(int, tag), target.peer.session)
+                return Transfer(
+                    submission, attachment.connection, attachment.completions, cast(int, tag), target.peer.session
+                )
             except (core.SubmitError, TypeError, ValueError, OverflowError):
                 pass  # below is the way that says what is wrong, or leases the lane first
         peer, within = self._target(target)
@@ -272,29 +298,32 @@ class Client:
         )
 
     def counters(self) -> dict[str, int]:
-        """Counters of this client's data path since it connected; times end in _ns."""
-        self.connection.check_process()
-        return self.core.counters()
+        """Counters of this client's data path since it attached; times end in _ns."""
+        attachment = self._attachment
+        attachment.connection.check_process()
+        return attachment.core.counters()
 
     def close(self) -> None:
         """Ends the session: running transfers end with CLIENT_GONE, regions are withdrawn. Idempotent."""
         if os.getpid() != self._pid:
-            self.connection.close()  # a forked child has only copies of descriptors
+            self._attachment.connection.close()  # a forked child has only copies of descriptors
             return
         with self._closing:
             if self.closed:
                 return
-            self.closed = True
-            self.core.fail_all(Result.CLIENT_GONE)
-            self.remotes.let_go()
-            self.connection.close()
-            self._wake_all()
-            self.core.stop()
-            if self._gpu is not None:
-                self._gpu.close()  # the driver lets go of mappings while they are there
-            self.core.close()
-            self.held_regions.clear()
-            close_all(self._kicks)
+            self._stopping.set()
+            with self._changed:
+                self.closed = True
+                thread = self._thread
+            if thread is not None:
+                thread.join()
+            self._attachment.end(Result.CLIENT_GONE)
+            self.receiver.notifications.end()
+            for region in self._regions:
+                region.forget()
+            self._regions.clear()
+            with self._changed:
+                self._changed.notify_all()
 
     def __enter__(self) -> Client:
         return self
@@ -305,50 +334,10 @@ class Client:
     def __repr__(self) -> str:
         return f"Client(rank {self.rank}, {self.session})"
 
-    # ---- for the rest of the package ----
-
-    def lease_lane(self, rail: int) -> None:
-        """Once a rail, when the first transfer needs it."""
-        with self._leasing:
-            if not self.core.has_lane(rail):
-                request = protocol.LeaseLane(self.connection.new_id(), rail)
-                self.connection.ask_then(request, protocol.Leased, self._leased)
-            if self._gpu is not None:
-                self._gpu.prepare_lane(rail)
-
-    def _use_gpu(self, gpu: int | str) -> GpuMemory:
-        with self._attaching:  # also on the control thread, which must not wait for who waits for it
-            if self._gpu is None:
-                self._gpu = GpuMemory(self.core, gpu, self._gpu_options, self.connection.fd)
-            return self._gpu
-
-    def open_remote(self, opened: protocol.RegionOpened, fds: list[int]) -> None:
-        """Control thread: see RemoteGpuMemory."""
-        try:
-            memory = self._use_gpu(opened.device)
-        except ArgumentError as failure:
-            text = f"{failure.text}; connect with local=False, or with gpu= the GPU that is to copy"
-            raise RegionError(ErrorCode.NOT_SUPPORTED, text) from None
-        memory.open_remote(opened, fds)
-
-    def prepare_local(self) -> None:
-        """See RemoteGpuMemory."""
-        if self._gpu is not None:
-            self._gpu.prepare_local()
-
-    def close_remote(self, index: int) -> None:
-        """See RemoteGpuMemory."""
-        if self._gpu is not None:
-            self._gpu.close_remote(index)
-
-    def event_of(self, ready: Ready) -> core.HostEvent | core.GpuEvent | None:
-        """``ready`` of write() for the core."""
-        if ready is None or isinstance(ready, core.HostEvent | core.GpuEvent):
-            return ready
-        if self._gpu is None:
-            text = f"ready is {type(ready).__name__}, but this client has no GPU memory; register it first"
-            raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
-        return self._gpu.event_of(ready)
+    @property
+    def attachment(self) -> Attachment:
+        """The present one, for the rest of the library and its tests."""
+        return self._attachment
 
     def _target(self, target: RemoteRegion | Peer | str) -> tuple[Peer, RemoteRegion | None]:
         if isinstance(target, RemoteRegion):
@@ -362,142 +351,81 @@ class Client:
             raise ArgumentError(ErrorCode.BAD_RAIL, f"rail {rail}; this node has 0 to {self.rails - 1}")
         return rail
 
-    def _register_gpu(self, address: int, nbytes: int, keep: object, rail: int, *, receive: bool) -> Region:
-        at = cuda.where(address)
-        if at is None:
-            raise ArgumentError(ErrorCode.BAD_ADDRESS, f"{address:#x} is not GPU memory")
-        memory = self._use_gpu(at.ordinal)
-        memory.check(at.ordinal)
-        if self.remotes.any_local:
-            memory.prepare_local()
-        handles = cuda.handles_of(memory.gpu, address, nbytes)
-        try:
-            request = protocol.Register(
-                self.connection.new_id(),
-                address,
-                nbytes,
-                shared=False,
-                offset=handles.offset,
-                rail=rail,
-                receive=receive,
-                memory="device",
-                device=memory.gpu.uuid,
-                handle=handles.kind,
-                handle_bytes=handles.allocation_bytes if handles.kind else 0,
-                ipc=handles.ipc,
-                dmabuf=handles.dmabuf >= 0,
-                dmabuf_offset=handles.dmabuf_offset,
-            )
-            return self._register(request, keep, handles.fds)
-        finally:
-            handles.close()
+    # ---- attaching, and attaching again ----
 
-    def _register(self, request: protocol.Register, keep: object, fds: tuple[int, ...] = ()) -> Region:
-        on_gpu = request.memory == "device"
+    def _attach(self) -> Attachment:
+        return Attachment(self._wish, self.receiver.notifications.put, self._lost, self._drains)
 
-        def registered(reply: protocol.Registered, bounces: list[int]) -> Region:
-            try:
-                with core_errors():
-                    for bounce_rail, bounce in enumerate(bounces):
-                        self.core.add_bounce(bounce_rail, bounce, self._bounce_bytes)
-                    self.core.add_region(reply.region, request.address, request.bytes, reply.direct, on_gpu, reply.rail)
-            except (RelayError, OSError):
-                self.connection.tell(protocol.Unregister(self.connection.new_id(), reply.region))
-                raise
-            finally:
-                close_all(bounces)
-            region = Region(
-                self, reply.region, request.address, request.bytes, reply.rail, reply.capability, keep, request.device
-            )
-            self.held_regions[reply.region] = region
-            return region
+    def _drains(self, text: str) -> None:
+        self.draining = text
 
-        region: Region = self.connection.ask_then(request, protocol.Registered, registered, LOCAL_TIMEOUT_S, fds)
-        if on_gpu and self._gpu is not None and request.receive:  # nothing comes before the caller has the offer
-            try:
-                self._gpu.prepare_bounces(self.core.rails)
-            except BaseException:
-                region.unregister()
-                raise
-        return region
+    def _use(self, attachment: Attachment) -> None:
+        with self._changed:
+            self._attachment = attachment
+            self._attachments += 1
+            self._thread = self._given_up = None
+            self.draining = ""
+            self.receiver.attach(attachment.connection)
+            if attachment.gone:
+                self._begin_again(attachment)
+            self._changed.notify_all()
 
-    # ---- on the control thread ----
+    def _lost(self, attachment: Attachment) -> None:
+        """Its control thread."""
+        with self._changed:
+            if getattr(self, "_attachment", None) is attachment and not self.closed:
+                self._begin_again(attachment)
 
-    def _attached(self, facts: protocol.Attached, fds: list[int], route: Route, feeder_cpu: int) -> protocol.Attached:
-        segment, node, *self._kicks = fds
-        try:
-            with core_errors():
-                self.core = core.ClientCore(
-                    segment,
-                    facts.segment_bytes,
-                    node,
-                    facts.node_bytes,
-                    self._kicks,
-                    own_rail=facts.own_rail,
-                    route=route.number,
-                    direct_slice_bytes=facts.direct_slice_bytes,
-                    express_bytes=facts.express_bytes,
-                    feeder_cpu=feeder_cpu,
-                )
-        finally:
-            close_all([segment, node])
-        self.completions = Completions(self.core.completion_fd)
-        self.remotes = RemoteTable(self.core, self.connection, self)
-        self.connection.on_event = self._event
-        self.connection.on_gone = self._gone
-        self.connection.why_gone = self._gpu_failure
-        return facts
-
-    def _connected(self, session: str, facts: protocol.PeerConnected) -> Peer:
-        with self._lock:
-            known = self._peers.get(session)
-            if known is not None and known.index == facts.peer:  # two threads connected at once
-                return known
-            with core_errors():
-                self.core.add_peer(facts.peer, facts.local_rails)
-            peer = self._peers[session] = Peer(self, session, facts.peer)
-        return peer
-
-    def _leased(self, leased: protocol.Leased, fds: list[int]) -> None:
-        try:
-            with core_errors():
-                if leased.memory == "device":
-                    if self._gpu is None:
-                        text = f"lane of rail {leased.rail} is memory of {leased.device}: connect with gpu="
-                        raise RelayError(ErrorCode.NOT_SUPPORTED, text)
-                    self._gpu.add_lane(leased.rail, fds[0], leased.bytes, leased.generation)
-                else:
-                    self.core.add_lane(leased.rail, fds[0], leased.bytes, leased.generation)
-        finally:
-            close_all(fds)
-
-    def _event(self, event: Event) -> None:
-        match event:
-            case protocol.Notification():
-                self.receiver.notifications.put(event)
-            case protocol.RegionGone():
-                self.remotes.gone(event.remote)
-            case protocol.PeerDown():
-                with self._lock:
-                    lost = [peer for peer in self._peers.values() if peer.index == event.peer]
-                    self._peers = {session: peer for session, peer in self._peers.items() if peer not in lost}
-                for peer in lost:
-                    peer.lost(event.text)
-            case protocol.Draining():
-                self.draining = event.text
-
-    def _gpu_failure(self) -> RelayError | None:
-        name = self.core.gpu_error
-        return DaemonGone(ErrorCode.GPU_ERROR, f"{name}: {RESULT_TEXT[Result.GPU_ERROR]}") if name else None
-
-    def _gone(self) -> None:
-        self.core.fail_all(Result.DAEMON_GONE)
-        self.remotes.let_go()
-        self._wake_all()
-
-    def _wake_all(self) -> None:
-        self.completions.dispatch()
+    def _begin_again(self, attachment: Attachment) -> None:
+        """Holding ``_changed``. What the daemon ended for a reason that it gave is not asked for again."""
         self.receiver.notifications.end()
+        if not self._reattach or attachment.connection.was_ended():
+            self._given_up = attachment.connection.failure
+        else:
+            self._thread = threading.Thread(
+                target=self._attach_again, args=[attachment], name="railrelay-reattach", daemon=True
+            )
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _attach_again(self, old: Attachment) -> None:
+        old.end(Result.DAEMON_GONE)  # from here on nothing that was under way is written into regions
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping.wait(pause_s * random.uniform(0.5, 1.0)):
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                attachment = self._attach()
+            except ConnectError as failure:
+                if failure.code not in _FINAL:
+                    continue
+                with self._changed:
+                    self._given_up, self._thread = failure, None
+                    self._changed.notify_all()
+                return
+            faults.point("client.reattach.connected")
+            try:
+                for region in list(self._regions):
+                    region.register_again(attachment)
+            except (RelayError, OSError) as failure:
+                attachment.end(Result.DAEMON_GONE)
+                self._given_up = failure if isinstance(failure, RelayError) else None
+                continue
+            self._use(attachment)
+            return
+        with self._changed:
+            self._thread = None
+
+    def _registered(self, attachment: Attachment, region: Region) -> Region:
+        """Registered now and, until it is unregistered, with each daemon to come."""
+        with self._changed:  # first: should the daemon exit right after its answer, the next one has to know
+            self._regions = [known for known in self._regions if not known.is_over]
+            self._regions.append(region)
+        try:
+            region.register(attachment)
+        except BaseException:
+            region.forget()
+            raise
+        return region
 
 
 def _gpu_memory_of(buffer: Any) -> tuple[int, int] | None:  # noqa: ANN401

@@ -11,6 +11,7 @@
 
 #include "abi.h"
 #include "atomics.h"
+#include "faults.h"
 #include "gpu_copy.h"
 #include "lane.h"
 #include "ring.h"

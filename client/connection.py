@@ -21,6 +21,7 @@ import msgspec
 
 from railrelay.client import protocol
 from railrelay.client.errors import ArgumentError, ConnectError, DaemonGone, ErrorCode, RelayError, error
+from railrelay.shm_layout import faults
 
 LOCAL_TIMEOUT_S: Final = 30.0  # for requests that the local daemon answers alone
 _FDS_MAX: Final = 64
@@ -51,6 +52,7 @@ class Connection:
         self._last_id = 0
         self._questions: dict[int, _Question] = {}
         self._last_words = ""
+        self._was_ended = False
         self.last_code = ErrorCode.NO_DAEMON  # why the daemon ended the session, if it said so
         self._gone: RelayError | None = None  # set before the questions are ended
         self._closed = False
@@ -86,6 +88,20 @@ class Connection:
         self.check_process()
         if self._gone is not None:
             raise _again(self._gone)
+
+    def daemon_exited(self) -> bool:
+        """Also before the control thread has seen it."""
+        with self._lock:
+            return not self._closed and self._pidfd >= 0 and bool(select.select([self._pidfd], [], [], 0)[0])
+
+    def was_ended(self) -> bool:
+        """Whether the daemon said why, or a CUDA call of this process failed: not merely the daemon's exit."""
+        return self._was_ended or self.why_gone() is not None
+
+    @property
+    def failure(self) -> RelayError | None:
+        """Why the session is over, if it is."""
+        return self._gone
 
     def new_id(self) -> int:
         with self._lock:
@@ -167,6 +183,7 @@ class Connection:
             )
         try:
             socket.send_fds(self._socket, [packet], fds)
+            faults.point("client.request.sent")
         except OSError as failure:
             self.check()
             reason = "does not read its socket" if isinstance(failure, TimeoutError) else failure.strerror
@@ -207,7 +224,7 @@ class Connection:
             self.on_event(message)
         elif isinstance(message, protocol.Failed) and message.id == 0:
             failure = error(message.code, message.text)
-            self._last_words, self.last_code = failure.text, failure.code
+            self._last_words, self.last_code, self._was_ended = failure.text, failure.code, True
         else:
             self._answer(message, fds)
         return True

@@ -7,6 +7,8 @@ import weakref
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
+from railrelay.shm_layout import faults
+
 cdef extern from "client_core.h" nogil:
     enum:
         RC_ROUTE_RELAY
@@ -17,6 +19,7 @@ cdef extern from "client_core.h" nogil:
         RC_ROUTE_MATCHED
         RR_MAX_RAILS
         RR_CANCELLED
+        RR_DAEMON_GONE
     struct rc_error:
         const char *code
         uint32_t rail
@@ -85,7 +88,7 @@ cdef extern from "client_core.h" nogil:
         rg_api gpu
         rg_copier *local_copier
         void *gpu_context
-        uint32_t gpu_failure
+        uint32_t gpu_failure, dead
     struct rc_submission:
         uint32_t index, generation, result
         uint64_t bytes_done, bytes
@@ -150,8 +153,18 @@ cdef extern from "atomics.h" nogil:
     void rr_store_release_u32(uint32_t *, uint32_t)
     uint32_t rr_load_acquire_u32(const uint32_t *)
 
+cdef extern from "faults.h" nogil:
+    void rr_fault_arm(uint32_t point, uint32_t passages)
+
 cdef extern from "<unistd.h>" nogil:
     int getpid()
+
+
+def _arm_fault(uint32_t point, uint32_t passages):
+    rr_fault_arm(point, passages)
+
+
+faults.join(_arm_fault)
 
 FUNCTION_NAMES = tuple((<bytes> rg_function_names[i]).decode() for i in range(rg_function_count))
 
@@ -381,6 +394,8 @@ cdef class ClientCore:
     cdef int here(self) except -1:
         self.same_process()
         if self.closed:
+            if self.core.dead == RR_DAEMON_GONE:
+                raise SubmitError("daemon_gone", "the relay daemon is gone")
             raise SubmitError("closed", "this client is closed")
         return 0
 

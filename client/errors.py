@@ -106,7 +106,7 @@ RESULT_TEXT: dict[Result, str] = {
     Result.OUT_OF_BOUNDS: "an offset or length outside its region",
     Result.PROTOCOL: "the daemon found words in shared memory that no correct client writes; report this",
     Result.SEGMENT_TRUNCATED: "memory behind the client's mapping disappeared",
-    Result.DAEMON_GONE: "the local daemon exited; start it again, then connect a new Client",
+    Result.DAEMON_GONE: "the local daemon exited; once the client is attached again, open the offers anew and send",
     Result.CLIENT_GONE: "the owning client exited",
     Result.RAIL_DOWN: "no connection could be made on the rail; see `railrelay errors` on both nodes",
     Result.GPU_ERROR: "a CUDA call of this client failed; find out why, then connect a new Client",
@@ -118,7 +118,10 @@ NEXT_STEP: dict[ErrorCode, str] = {
     ErrorCode.VERSION: "install the same railrelay version for daemon and engine",
     ErrorCode.ABI: "install the same railrelay version for daemon and engine",
     ErrorCode.RANK_TAKEN: "end the other client of this rank, or raise clients_per_rank",
-    ErrorCode.DAEMON_GONE: "start railrelayd again, then connect a new Client and register again",
+    ErrorCode.DAEMON_GONE: (
+        "start railrelayd again, which the client attaches to by itself (after another end connect a new Client), and"
+        " open the offers again"
+    ),
     ErrorCode.PEER_UNREACHABLE: "check that railrelayd runs there and that the control port is reachable",
     ErrorCode.BAD_CAPABILITY: "ask the peer's engine for a new offer",
     ErrorCode.FORKED: "connect a Client of its own in the child",
@@ -170,8 +173,8 @@ class WaitTimeout(RelayError, TimeoutError):
 
 
 class DaemonGone(RelayError):
-    """The local daemon exited or ended the session, or this client did after a CUDA call failed (GPU_ERROR). This
-    Client is of no use any more: connect a new one and register again."""
+    """The local daemon exited or ended the session, or this client did after a CUDA call failed (GPU_ERROR). After an
+    exit the client attaches by itself to the next daemon: Client.wait_attached(), then open the offers again."""
 
 
 class TransferError(RelayError):

@@ -77,6 +77,7 @@ static uint32_t fill_slot(struct rc_part *part, uint8_t *slot, struct rr_block *
                     last->source + last->length == at;
         if (!joins && count == part->entries_max) break;
         memcpy(slot + at, (const void *)(uintptr_t)piece.source, take);
+        rr_fault_point(RR_FAULT_CLIENT_LANE_COPYING);
         if (joins)
             last->length += (uint32_t)take;
         else
@@ -126,6 +127,7 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
     uint64_t limit = lane->ramp_bytes;
     uint32_t slot = rr_lane_reserve(&lane->producer);
     lane->destination_of[slot] = destination_id(part);
+    rr_fault_point(RR_FAULT_CLIENT_LANE_RESERVED);
     if (part->window_bytes && limit > part->window_bytes) limit = part->window_bytes;
     if (lane->copier) {
         rc_fill_by_gpu(core, part, slot, limit);
@@ -145,11 +147,14 @@ static int feed_lane(struct rc_core *core, struct rc_part *part, int small, int 
     rr_fetch_add_u64(&core->counters.slots, 1);
     rr_fetch_add_u64(&core->counters.copied_bytes, bytes);
 
+    rr_fault_point(RR_FAULT_CLIENT_LANE_FILLED);
     pthread_mutex_lock(&lane->lock);
     rr_lane_announce(&lane->producer, slot);
+    rr_fault_point(RR_FAULT_CLIENT_LANE_ANNOUNCED);
     rr_lane_ring_doorbell(&lane->producer);
     lane->filling--;
     pthread_mutex_unlock(&lane->lock);
+    rr_fault_point(RR_FAULT_CLIENT_LANE_RUNG);
     rc_wake_rail(core, part->local_rail);
     return 1;
 }
@@ -244,8 +249,10 @@ static int feed_ring(struct rc_core *core, struct rc_part *part, int wait_for_lo
         ring->next_table = (ring->next_table + 1) % core->facts.ring_tables;
     }
     rr_fetch_add_u64(&core->counters.direct_slices, 1);
+    rr_fault_point(RR_FAULT_CLIENT_RING_DESCRIBED);
     push(ring, &slice, bucket, began_ns);
     pthread_mutex_unlock(&ring->lock);
+    rr_fault_point(RR_FAULT_CLIENT_RING_PUBLISHED);
     rc_wake_rail(core, part->local_rail);
     return 1;
 }

@@ -109,6 +109,7 @@ static int copy_chunk(struct rc_core *core, struct rc_part *part)
         }
         uint64_t take = piece.length < left ? piece.length : left;
         memcpy(base + piece.destination, (const void *)(uintptr_t)piece.source, take);
+        rr_fault_point(RR_FAULT_CLIENT_LOCAL_COPYING);
         left -= take;
         copied += take;
         rc_take_piece(part, take, piece.length);
@@ -139,6 +140,7 @@ static int ask(struct rc_core *core, struct rc_part *part)
     if (!part->asked_position) return 0;
     part->submission->slices++;
     part->local_stage = RC_LOCAL_ASKED;
+    rr_fault_point(RR_FAULT_CLIENT_LOCAL_ASKED);
     return 1;
 }
 
@@ -154,9 +156,11 @@ static int tell_end(struct rc_core *core, struct rc_part *part, uint32_t result)
         slice.flags |= RR_SLICE_FINAL;
         slice.total_slices = s->slices + 1 + s->note;
     }
+    rr_fault_point(RR_FAULT_CLIENT_LOCAL_COPIED);
     if (!rc_push_void(core, slice)) return 0;
     s->slices++;
     part->local_stage = RC_LOCAL_TOLD;
+    rr_fault_point(RR_FAULT_CLIENT_LOCAL_TOLD);
     if (result == RR_OK) {
         s->parts_left--;
         part->exhausted = 1;

@@ -170,7 +170,7 @@ void rc_stop(struct rc_core *core)
 }
 
 /* Unmaps relay and bounce memory. The segments stay mapped until rc_free, because submissions that Python still holds
- * look at them. */
+ * look at them; so does the completion eventfd, which event loops may still watch. */
 void rc_close(struct rc_core *core)
 {
     int here = core->pid == getpid();
@@ -184,8 +184,6 @@ void rc_close(struct rc_core *core)
         core->kick_fds[i] = -1;
     }
     if (here) rc_mappings_free(core);
-    if (core->completion_fd >= 0) close(core->completion_fd);
-    core->completion_fd = -1;
 }
 
 void rc_free(struct rc_core *core)
@@ -201,6 +199,7 @@ void rc_free(struct rc_core *core)
         if (core->segment) munmap(core->segment, core->segment_bytes);
         if (core->node) munmap((void *)core->node, core->node_bytes);
     }
+    if (core->completion_fd >= 0) close(core->completion_fd);
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) free(core->rings[i].table_position);
     for (uint32_t i = 0; i < RC_PEERS_MAX; i++) free(core->local_rails[i]);
     free(core->regions);

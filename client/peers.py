@@ -16,9 +16,10 @@ from railrelay.client.errors import ArgumentError, Busy, ErrorCode, PeerError, R
 from railrelay.client.layout import PageLayout, addresses, page_numbers
 from railrelay.client.regions import RemoteRegion, decode_offer
 from railrelay.client.transfer import Transfer, core_errors, nanoseconds, tag_of
+from railrelay.shm_layout import faults
 
 if TYPE_CHECKING:
-    from railrelay.client.client import Client
+    from railrelay.client.attachment import Attachment
     from railrelay.client.connection import Connection
 
 Ready: TypeAlias = object  # core.HostEvent, a CUDA stream or event, or None
@@ -66,6 +67,7 @@ class RemoteTable:
     def add(self, peer: Peer, opened: protocol.RegionOpened, capability: bytes, fds: list[int]) -> RemoteRegion:
         """Control thread; owns the descriptors. A region of the same process that overlaps is an earlier registration,
         and closed."""
+        faults.point("client.remote.opened")
         try:
             self._map(opened, fds)
             with self._lock:
@@ -119,6 +121,8 @@ class RemoteTable:
 
     def close(self, remote: RemoteRegion) -> None:
         with self._lock:
+            if self._ended:
+                return
             if self.is_open(remote):
                 self._closing[remote.index] = self._open.pop(remote.index)
             self._end_closing()
@@ -126,6 +130,7 @@ class RemoteTable:
     def gone(self, index: int) -> None:
         """Control thread: the peer withdrew the region."""
         self._unmap(index)
+        faults.point("client.remote.unmapped")
         with self._lock:
             if index in self._open:
                 self._closing[index] = self._open.pop(index)
@@ -188,8 +193,8 @@ class Peer:
     """A peer's daemon, made by Client.peer(). Any number of threads may call. PeerError PEER_LOST once it restarted or
     is gone: ask Client.peer() again and open the regions anew."""
 
-    def __init__(self, client: Client, session: str, index: int) -> None:
-        self._client = client
+    def __init__(self, attachment: Attachment, session: str, index: int) -> None:
+        self.attachment = attachment  # a Peer ends with it
         self._opening = threading.Lock()
         self._down = ""
         self.session = session
@@ -203,30 +208,34 @@ class Peer:
     @property
     def regions(self) -> list[RemoteRegion]:
         """Those that are open."""
-        return self._client.remotes.of(self)
+        return self.attachment.remotes.of(self)
+
+    def has_open(self, remote: RemoteRegion) -> bool:
+        """Whether it may be written."""
+        return self.attachment.remotes.is_open(remote)
 
     def open(self, offer: bytes, timeout: float = LOCAL_TIMEOUT_S) -> RemoteRegion:
         """Exchanges an offer for the right to write into the region. The same offer gives the same object. Raises
         RegionError (unknown or withdrawn offer), PeerError, ArgumentError, WaitTimeout."""
         content = decode_offer(offer)
         with self._opening:
+            self._check_up()
             known = [remote for remote in self.regions if remote.capability == content.capability]
             if known:
                 return known[0]
-            self._check_up()
-            if self._client.local:
-                self._client.prepare_local()  # here, and not on the control thread: it may take a second
-            connection = self._client.connection
-            request = protocol.OpenRegion(connection.new_id(), self.index, content.capability, self._client.local)
-            self._client.remotes.asked |= self._client.local
+            if self.attachment.local:
+                self.attachment.prepare_local()  # here, and not on the control thread: it may take a second
+            connection = self.attachment.connection
+            request = protocol.OpenRegion(connection.new_id(), self.index, content.capability, self.attachment.local)
+            self.attachment.remotes.asked |= self.attachment.local
             remote: RemoteRegion = connection.ask_then(
                 request,
                 protocol.RegionOpened,
-                lambda opened, fds: self._client.remotes.add(self, opened, content.capability, fds),
+                lambda opened, fds: self.attachment.remotes.add(self, opened, content.capability, fds),
                 timeout,
             )
             with core_errors():
-                self._client.core.populate_remote(remote.index)
+                self.attachment.core.populate_remote(remote.index)
             return remote
 
     def write(
@@ -262,9 +271,9 @@ class Peer:
                 f"{len(source)} sources, {len(destination)} destinations, {len(length)} lengths; expected equal",
             )
         tag, timeout_ns, remote = self._prepare(tag, timeout, notify, within)
-        event = self._client.event_of(ready)
+        event = self.attachment.event_of(ready)
         return self._submit(
-            lambda: self._client.core.reserve(
+            lambda: self.attachment.core.reserve(
                 self.index,
                 source,
                 destination,
@@ -311,9 +320,9 @@ class Peer:
         starts = destination.starts()
         _check_space(starts, int(to_pages.max(initial=0)) * destination.page_stride)
         tag, timeout_ns, remote = self._prepare(tag, timeout, notify, within)
-        event = self._client.event_of(ready)
+        event = self.attachment.event_of(ready)
         return self._submit(
-            lambda: self._client.core.reserve_pages(
+            lambda: self.attachment.core.reserve_pages(
                 self.index,
                 source.starts(),
                 source.page_stride,
@@ -340,7 +349,7 @@ class Peer:
 
     def close_region(self, remote: RemoteRegion) -> None:
         """Gives up the right to write into a region. Idempotent; waits for no transfer."""
-        self._client.remotes.close(remote)
+        self.attachment.remotes.close(remote)
 
     def lost(self, text: str) -> None:
         """Control thread: the daemon there restarted or is gone."""
@@ -362,7 +371,7 @@ class Peer:
         self._check_up()
         if within is None:
             within = self._only_process()
-        elif within.peer is not self or not self._client.remotes.is_open(within):
+        elif within.peer is not self or not self.attachment.remotes.is_open(within):
             raise ArgumentError(ErrorCode.BAD_REGION, f"{within} is not open at {self.session}")
         return tag_of(tag), nanoseconds(timeout), within
 
@@ -383,7 +392,7 @@ class Peer:
     def _submit(
         self, reserve: Callable[[], core.Submission], tag: int, notify: bytes | None, remote: RemoteRegion
     ) -> Transfer:
-        client, connection = self._client, self._client.connection
+        attachment, connection = self.attachment, self.attachment.connection
         submission = self._reserve(reserve)
         if notify is not None:
             note = protocol.Note(
@@ -394,8 +403,9 @@ class Peer:
             except BaseException:
                 submission.cancel()
                 raise
+            faults.point("client.transfer.noted")
         submission.publish()
-        return Transfer(submission, connection, client.completions, tag, self.session)
+        return Transfer(submission, connection, attachment.completions, tag, self.session)
 
     def _reserve(self, reserve: Callable[[], core.Submission]) -> core.Submission:
         while True:
@@ -404,10 +414,10 @@ class Peer:
             except core.SubmitError as failure:
                 if failure.code != ErrorCode.NO_LANE:
                     raise error(failure.code, str(failure)) from None
-                self._client.lease_lane(failure.rail)
+                self.attachment.lease_lane(failure.rail)
 
     def _check_up(self) -> None:
-        self._client.connection.check()
+        self.attachment.connection.check()
         if self._down:
             raise PeerError(ErrorCode.PEER_LOST, f"peer {self.session}: {self._down}")
 

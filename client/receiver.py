@@ -21,8 +21,8 @@ class Notifications:
     """What peers asked to be told, oldest first; each is given out once. Threads and loops may wait together. They are
     kept until taken: peers should send them only to an engine that takes them."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self) -> None:
+        self._connection: Connection
         self._changed = threading.Condition()
         self._items: deque[protocol.Notification] = deque()
         self._waiting: set[asyncio.Future[None]] = set()
@@ -62,6 +62,12 @@ class Notifications:
             self._items.append(notification)
             self._wake_all()
 
+    def attach(self, connection: Connection) -> None:
+        """What comes from now on comes over this one."""
+        with self._changed:
+            self._connection = connection
+            self._ended = False
+
     def end(self) -> None:
         """After the connection: waiters get its error."""
         with self._changed:
@@ -77,9 +83,14 @@ class Notifications:
 class Receiver:
     """Client.receiver."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self) -> None:
+        self._connection: Connection
+        self.notifications = Notifications()
+
+    def attach(self, connection: Connection) -> None:
+        """At each attaching."""
         self._connection = connection
-        self.notifications = Notifications(connection)
+        self.notifications.attach(connection)
 
     def abort(self, tag: int | bytes | str, timeout: float = 10.0) -> int:
         """Ends all transfers with this tag (see tag_of) into this client's regions, at all peers. Once it returns no
@@ -89,9 +100,10 @@ class Receiver:
         number = tag_of(tag)
         if not number:
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, "tag 0 is that of all untagged transfers; give requests a tag")
-        request = protocol.Abort(self._connection.new_id(), number, timeout)
+        connection = self._connection
+        request = protocol.Abort(connection.new_id(), number, timeout)
         try:
-            aborted = self._connection.ask(request, protocol.Aborted, timeout + _REPLY_MARGIN_S)
+            aborted = connection.ask(request, protocol.Aborted, timeout + _REPLY_MARGIN_S)
         except WaitTimeout as late:
             raise Unsettled(Result.UNSETTLED, 0, f"abort of tag {number:#x}: {late.text}") from None
         if not aborted.settled:

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import mmap
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -17,9 +19,10 @@ import numpy.typing as npt
 from railrelay.client import protocol
 from railrelay.client.errors import ArgumentError, Busy, DaemonGone, ErrorCode, RegionError, RelayError
 from railrelay.client.transfer import core_errors
+from railrelay.shm_layout import faults
 
 if TYPE_CHECKING:
-    from railrelay.client.client import Client
+    from railrelay.client.attachment import Attachment
     from railrelay.client.peers import Peer
 
 _MADV_POPULATE_WRITE: Final = 23
@@ -56,36 +59,49 @@ def decode_offer(offer: bytes) -> Offer:
 
 class Region:
     """Registered memory of this process; made by Client.register(). ``address`` is virtual, ``rail`` the one that
-    serves it, ``device`` the UUID of its GPU ("" for host memory). Register once, not per request."""
+    serves it, ``device`` the UUID of its GPU ("" for host memory). Register once, not per request; after a restart of
+    the daemon the client registers it again, by itself."""
 
     def __init__(
         self,
-        client: Client,
-        index: int,
+        register: Callable[[Attachment, Region], None],
         address: int,
         nbytes: int,
-        rail: int,
-        capability: bytes,
         keep: object,
         device: str = "",
+        *,
+        fd: int = -1,
     ) -> None:
-        self._client = client
-        self._capability = capability
+        """``register(attachment, region)``: asks a daemon for it. ``fd``: what that needs, owned by the region."""
+        self._register = register
+        self._attachment: Attachment | None = None
+        self._capability = b""
         self._keep = keep  # the memory must outlive the registration
-        self._in_core = True
-        self._registered = True
-        self.index = index
+        self._fd = fd
+        self._in_core = False
+        self._registered = False
+        self._lock = threading.Lock()  # of who registers or unregisters
+        self.is_over = False
+        self.index = -1
+        self.rail = -1
         self.address = address
         self.nbytes = nbytes
-        self.rail = rail
         self.device = device
 
+    @property
+    def is_registered(self) -> bool:
+        """From register() until unregister()."""
+        return self._registered
+
     def offer(self) -> bytes:
-        """Bytes for the peer's engine, by the engines' own channel; it passes them to Client.open()."""
-        if not self._registered:
+        """Bytes for the peer's engine, by the engines' own channel; it passes them to Client.open(). They hold until
+        the daemon of this node ends. Raises RegionError, and DaemonGone while there is no daemon."""
+        attachment = self._attachment
+        if attachment is None or not self._registered:
             raise RegionError(ErrorCode.REGION_GONE, f"{self} is not registered any more")
+        attachment.connection.check()
         return msgspec.msgpack.encode(
-            Offer(self._client.session, self._capability, self.address, self.nbytes, self.rail)
+            Offer(attachment.session, self._capability, self.address, self.nbytes, self.rail)
         )
 
     def unregister(self, timeout: float = 5.0) -> None:
@@ -97,7 +113,8 @@ class Region:
         pause = 0.0005
         while self._registered:
             try:
-                self._unregister()
+                with self._lock:
+                    self._unregister()
             except Busy:
                 if time.monotonic() >= deadline:
                     raise
@@ -105,12 +122,16 @@ class Region:
                 pause = min(2 * pause, 0.05)
 
     def _unregister(self) -> None:
-        connection = self._client.connection
+        attachment = self._attachment
+        if attachment is None or not self._registered:
+            return
+        connection = attachment.connection
         connection.check_process()
-        if self._in_core and not self._client.closed:
+        if self._in_core and not attachment.has_ended:
             with core_errors():  # first, so that no transfer begins that reads it while the daemon lets go of it
-                self._client.core.remove_region(self.index)
+                attachment.core.remove_region(self.index)
         self._in_core = False
+        faults.point("client.region.removed")
         try:
             connection.ask(protocol.Unregister(connection.new_id(), self.index), protocol.Done)
         except RelayError as failure:
@@ -119,8 +140,39 @@ class Region:
             ):  # else nobody is left who could use it
                 raise
         self._registered = False
+        attachment.held_regions.pop(self.index, None)
+        self.forget()
+
+    # ---- for Client and Attachment ----
+
+    def register(self, attachment: Attachment) -> None:
+        """RelayError, OSError: it is not registered then."""
+        with self._lock:
+            try:
+                self._register(attachment, self)
+            except BaseException:
+                self._unregister()
+                raise
+
+    def register_again(self, attachment: Attachment) -> None:
+        """The same with another daemon, if it is registered still."""
+        with self._lock:
+            if self._registered:
+                self._register(attachment, self)
+
+    def registered(self, attachment: Attachment, reply: protocol.Registered) -> None:
+        """Control thread: the daemon has it."""
+        self.index, self.rail, self._capability = reply.region, reply.rail, reply.capability
+        self._attachment = attachment
+        self._in_core = self._registered = True
+
+    def forget(self) -> None:
+        """It is not registered any more, and will not be. Idempotent."""
+        self.is_over = True
         self._keep = None
-        self._client.held_regions.pop(self.index, None)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __repr__(self) -> str:
         return f"Region({self.address:#x} +{self.nbytes}, rail {self.rail})"

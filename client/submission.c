@@ -17,7 +17,7 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
             if (core->gpu_failure)
                 return rc_fail(error, "gpu_error", "%s: a CUDA call of this client failed; find out why, then connect a new Client",
                                rg_error_name(&core->gpu, (rg_result)core->gpu_failure));
-            return rc_fail(error, "daemon_gone", "the relay daemon is gone; connect again once it runs");
+            return rc_fail(error, "daemon_gone", "the relay daemon is gone");
         }
         if (!core->free_count) rc_reap(core);
         if (core->free_count) {
@@ -43,6 +43,7 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
     rr_store_relaxed_u64(&shared->timeout_ns, s->timeout_ns);
     rr_store_relaxed_u32(&shared->note, s->note);
     rr_store_release_u32(&shared->generation, s->generation);
+    rr_fault_point(RR_FAULT_CLIENT_TRANSFER_RESERVED);
     return 0;
 }
 

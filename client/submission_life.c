@@ -146,6 +146,7 @@ void rc_publish(struct rc_submission *s)
         if (!s->any_direct && !s->any_gpu) rr_store_release_u32(&s->source_done, 1);
         core->counters.fast_submissions++;
         pthread_mutex_unlock(&core->queue);
+        rr_fault_point(RR_FAULT_CLIENT_TRANSFER_PUBLISHED);
         return;
     }
     s->in_feeder = 1;
@@ -162,6 +163,7 @@ void rc_publish(struct rc_submission *s)
     }
     pthread_mutex_unlock(&core->queue);
     rc_wake_feeder(core);
+    rr_fault_point(RR_FAULT_CLIENT_TRANSFER_PUBLISHED);
 }
 
 void rc_cancel(struct rc_submission *s, uint32_t result)
@@ -175,6 +177,7 @@ void rc_cancel(struct rc_submission *s, uint32_t result)
         rr_store_release_u32(&s->cancelled, 1);
         rr_store_relaxed_u32(&shared->cancel_result, result);
         rr_store_release_u32(&shared->cancel, s->generation);
+        rr_fault_point(RR_FAULT_CLIENT_TRANSFER_CANCELLED);
         if (!s->published) {
             s->published = s->fed = 1;
             rc_end_locally(s, result, 1);
@@ -246,7 +249,7 @@ void rc_release(struct rc_submission *s)
 void rc_fail_all(struct rc_core *core, uint32_t result)
 {
     pthread_mutex_lock(&core->queue);
-    rr_store_release_u32(&core->dead, result);
+    if (!core->dead) rr_store_release_u32(&core->dead, result);
     for (struct rc_submission *s = core->live, *next; s; s = next) {
         next = s->next;
         rc_harvest(s);

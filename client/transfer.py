@@ -61,8 +61,9 @@ class Completions:
     """Wakes asyncio waiters. One completion eventfd serves all loops: whichever loop reads it looks at every armed
     transfer and wakes their loops."""
 
-    def __init__(self, event_fd: int) -> None:
-        self._event_fd = event_fd
+    def __init__(self, client_core: core.ClientCore) -> None:
+        self._core = client_core  # its descriptor stays open until the last loop has let go of it
+        self._event_fd = client_core.completion_fd
         self._lock = threading.Lock()
         self._waiting: dict[asyncio.Future[None], core.Submission] = {}
         self._readers: dict[asyncio.AbstractEventLoop, int] = {}

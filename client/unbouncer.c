@@ -57,6 +57,7 @@ static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint
         else
             memcpy((void *)(uintptr_t)(region->address + run.offset), source + taken, run.length);
         taken += run.length;
+        rr_fault_point(RR_FAULT_CLIENT_BOUNCE_COPYING);
     }
     if (listing.count || failure) { /* also then: nothing may be written any more once the tables are let go */
         rg_result last = flush(bounce, &listing);
@@ -79,9 +80,11 @@ static int empty(struct rc_core *core, uint32_t rail)
     int count = 0;
     while (bounce->emptied != filled && filled - bounce->emptied <= core->facts.bounce_slots) {
         uint32_t result = place(core, bounce, bounce->emptied);
+        rr_fault_point(RR_FAULT_CLIENT_BOUNCE_COPIED);
         rr_store_relaxed_u32(&bounce->frames[bounce->emptied % core->facts.bounce_slots].result, result);
         bounce->emptied++;
         rr_store_release_u64(&bounce->shared->emptied, bounce->emptied); /* SYNC emptied */
+        rr_fault_point(RR_FAULT_CLIENT_BOUNCE_EMPTIED);
         if (rr_wake_needed(&core->rails[rail].sleeping)) rr_kick(core->kick_fds[rail]);
         count++;
     }

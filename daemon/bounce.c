@@ -111,7 +111,9 @@ void rr_bounce_publish(struct rr_rail *rail, const struct rr_bounced *arrived)
     bouncer->pending[at] = (struct rr_bounce_pending){arrived->connection, arrived->sequence, arrived->tag, arrived->slot, arrived->window};
     bouncer->in_use[arrived->slot] = RR_SLOT_FILLED;
     bouncer->filled++;
+    rr_fault_point(RR_FAULT_DAEMON_BOUNCE_FILLED);
     rr_store_release_u64(&bouncer->shared->filled, bouncer->filled); /* SYNC filled */
+    rr_fault_point(RR_FAULT_DAEMON_BOUNCE_PUBLISHED);
     rr_count(rail, RR_RAIL_BOUNCED_BYTES, arrived->bytes);
     rr_count_wake(&client->control->bounce_wake, &client->control->bounce_sleeping);
 }

@@ -27,7 +27,7 @@ from railrelay.daemon.requests import Requests
 from railrelay.daemon.rows import Rows
 from railrelay.daemon.sessions import Sessions
 from railrelay.daemon.transfers import Transfers
-from railrelay.shm_layout import abi
+from railrelay.shm_layout import abi, faults
 from railrelay.shm_layout.segment import ClientState, NoSharedMemory
 
 MAX_TASKS = 256  # requests of one client at a time
@@ -151,6 +151,7 @@ class Clients:
                     config, name, instance=ctx.instance, client=row, serial=client.serial, pid=client.pid
                 )
             )
+            faults.point("daemon.attach.segment")
             kick_fds: list[int] = []
             done = ctx.commands.to_all(
                 lambda cookie: kick_fds.extend(
@@ -162,6 +163,7 @@ class Clients:
         except BaseException:
             asyncio.get_running_loop().call_soon(connection.close, "could not attach")  # after the reply
             raise
+        faults.point("daemon.attach.on_rails")
         client.attached = True
         ctx.state.client(
             row, ClientState.ATTACHED, pid=client.pid, rank=client.rank, serial=client.serial, name=client.name
@@ -176,6 +178,7 @@ class Clients:
             ),
             (segment.fd, ctx.state.reader_fd, *kick_fds),
         )  # fmt: skip
+        faults.point("daemon.attach.answered")
 
     def _checked_rail(self, message: protocol.Attach) -> int:
         own_major = abi.CONSTANTS["ABI_MAJOR"]
@@ -227,6 +230,7 @@ class Clients:
 
     async def _leave(self, client: Client, tasks: list[asyncio.Task[None]]) -> None:
         ctx = self._ctx
+        faults.point("daemon.detach.begun")
         if tasks:
             await asyncio.wait(tasks)
         self._requests.forget_regions(client)
@@ -235,12 +239,14 @@ class Clients:
             client.rails_left = len(ctx.rails)
             ctx.plane.detach_client(client.row)
             await self._drained(client)
+        faults.point("daemon.detach.drained")
         await withdrawal  # until then a rail may be placing a frame in the client's memory
         await self._requests.forget_memory(client)
         await self._local.left(client)
         if client.on_plane:
             ctx.plane.release_client(client.row)
             self._transfers.client_released(client.row)
+        faults.point("daemon.detach.released")
         self._peers.leave(client)
         for rail, memory in client.lanes.items():
             ctx.state.lane_free(rail, client.row)

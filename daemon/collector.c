@@ -191,6 +191,7 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     work->tag = rr_load_relaxed_u64(&client->contexts[slice->transfer].tag);
     if (slice->flags & RR_SLICE_FINAL && rr_transfer_total(client, slice)) return -1;
     work->source->in_flight++;
+    rr_fault_point(RR_FAULT_DAEMON_SLICE_OPENED);
     if (result == RR_OK) result = rr_transfer_stopped(client, slice->transfer, slice->generation);
     if (result != RR_OK || work->run_count == 0) {
         rr_work_done(rail, work, result);
@@ -216,6 +217,7 @@ static int collect_lane(struct rr_rail *rail, struct rr_client *client, struct r
                          rr_load_relaxed_u64(&port->lane.lane->head));
             return work_count;
         }
+        rr_fault_point(RR_FAULT_DAEMON_LANE_TAKEN);
         size_t at = (size_t)rail->number * plane->slots + (uint32_t)slot;
         struct rr_slice slice;
         rr_copy_words(&slice, &client->slot_heads[at], sizeof slice);
@@ -277,6 +279,7 @@ static int collect_ring(struct rr_rail *rail, struct rr_client *client, struct r
         taken++;
     }
     if (taken) {
+        rr_fault_point(RR_FAULT_DAEMON_RING_TAKEN);
         rr_ring_release(&port->ring, taken);
         rr_store_relaxed_u64(&port->state->produced, port->ring.produced_seen);
         rr_store_relaxed_u64(&port->state->consumed, port->ring.consumed);

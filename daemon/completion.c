@@ -101,6 +101,7 @@ static void finish(struct rr_client *client, uint32_t transfer, uint32_t generat
     struct rr_transfer *shared = &client->transfers[transfer];
     uint32_t result = result_so_far(client, transfer, generation);
     uint64_t bytes = rr_load_relaxed_u64(&context->bytes);
+    rr_fault_point(RR_FAULT_DAEMON_TRANSFER_COUNTED);
     rr_store_relaxed_u64(&context->bytes, 0);
     /* The context is idle before the client can learn that it may use the entry again. */
     rr_store_release_u64(&context->word, word_of(generation, 0));
@@ -111,8 +112,11 @@ static void finish(struct rr_client *client, uint32_t transfer, uint32_t generat
     if (seen != word_of(generation, RR_RECORD_REPORTING)) {
         int reported = seen == word_of(generation, RR_RECORD_REPORTED);
         if (!reported) write_record(shared, result, bytes);
+        rr_fault_point(RR_FAULT_DAEMON_TRANSFER_RECORDED);
         rr_store_release_u32(&shared->settled, generation);
+        rr_fault_point(RR_FAULT_DAEMON_TRANSFER_SETTLED);
         if (!reported) rr_store_release_u32(&shared->done, generation); /* SYNC done */
+        rr_fault_point(RR_FAULT_DAEMON_TRANSFER_DONE);
         wake_waiters(client, shared);
     }
     if (rail < 0)

@@ -38,6 +38,7 @@ from railrelay.daemon.requests import Requests
 from railrelay.daemon.sessions import Sessions
 from railrelay.daemon.transfers import TICK_S, Transfers
 from railrelay.daemon.verbs import RailPort, Verbs
+from railrelay.shm_layout import faults
 
 DRAIN_LOOK_S: Final = 0.02
 
@@ -75,6 +76,7 @@ class Conductor:
         instance = secrets.randbits(62) + 1
         self._state = NodeState(config, instance, rails.facts)
         closing(self._state.close)
+        faults.point("daemon.start.segment")
         self._plane = self._new_plane(instance, ports)
         closing(self._plane.stop)
         commands = Commands(len(rails.facts))
@@ -111,6 +113,7 @@ class Conductor:
         closing(clients.close)
         closing(self._stop_ticking)
         self._look()
+        faults.point("daemon.start.listening")
 
     def _new_plane(self, instance: int, ports: dict[int, RailPort]) -> plane.DataPlane:
         config, limits = self.config, self.config.limits

@@ -17,7 +17,7 @@ import msgspec
 
 from railrelay.client import paths
 from railrelay.client.errors import ConnectError
-from railrelay.shm_layout import abi
+from railrelay.shm_layout import abi, faults
 
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
@@ -42,6 +42,8 @@ EXAMPLE: Final = """\
 # port = 0                      # control port; 0: the kernel chooses
 # rail_of_rank = []             # rail of each rank; empty: if all rails are RDMA the one nearest to GPU <rank> by PCIe,
 #                               # else, or without GPUs, rank modulo rails
+# fault = ""                    # for tests: a point of shm_layout/faults.h at which the daemon kills itself, "name" or
+#                               # "name:passage"
 # group = ""                    # users of this group may attach too, besides the daemon's own and root
 
 [relay]
@@ -139,6 +141,7 @@ class Node(_Section, frozen=True):
     host: str = "127.0.0.1"
     port: int = 0
     rail_of_rank: tuple[int, ...] = ()
+    fault: str = ""
     group: str = ""
 
 
@@ -391,6 +394,11 @@ def _check_node(config: Config) -> None:
     _demand(usable, "node.host", node.host, "an address or name under which peers reach this node, without a port")
     for rank, rail in enumerate(node.rail_of_rank):
         _check_range(f"node.rail_of_rank[{rank}]", rail, 0, len(config.rail) - 1)
+    if node.fault:
+        try:
+            faults.parsed(node.fault)
+        except ValueError as failure:
+            raise ConfigError(f"node.fault: {failure}") from None
     if node.group:
         try:
             grp.getgrnam(node.group)

@@ -967,6 +967,7 @@ static void refuse(struct rr_rail *rail, struct rr_command *command, uint32_t ha
     const struct rr_nic_ops *ops = rail->nic->ops;
     uint32_t number = (uint32_t)command->a;
     ops->refuse(rail->nic, number, handle, tag, result);
+    rr_fault_point(RR_FAULT_DAEMON_REFUSE_BEGUN);
     struct rr_client *client = rail->by_number[number];
     struct rr_bouncer *bouncer = client ? &client->ports[rail->number].bouncer : NULL;
     int bounced = bouncer && bouncer->shared && bouncer->filled != bouncer->reclaimed;

@@ -20,6 +20,7 @@ from railrelay.daemon import config
 from railrelay.daemon.conductor import Conductor
 from railrelay.daemon.config import Config, ConfigError
 from railrelay.daemon.instance import InstanceTaken
+from railrelay.shm_layout import faults
 from railrelay.shm_layout.segment import NoSharedMemory
 
 log = logging.getLogger("railrelay")
@@ -40,6 +41,8 @@ def main() -> int:
         if options.check:
             log.info("%s: good", options.config or "configuration")
             return 0
+        if loaded.node.fault:
+            faults.arm(loaded.node.fault)
         _raise_descriptor_limit()
         uvloop.run(_serve(loaded, options.ready_fd))
     except ConfigError as failure:

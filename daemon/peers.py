@@ -35,6 +35,7 @@ from railrelay.daemon.link import Answer, Link, LinkLost, LinkSilent, PeerRefuse
 from railrelay.daemon.plane import DataPlane
 from railrelay.daemon.rows import Rows
 from railrelay.daemon.takeover import Pair, Takeover
+from railrelay.shm_layout import faults
 from railrelay.shm_layout.segment import PeerState
 
 FIRST_PAUSE_S: Final = 0.05
@@ -200,6 +201,7 @@ class Peers:
         peer.tell()
         for client in peer.users:
             client.send(protocol.PeerDown(peer.row, peer.session, text))
+        faults.point("daemon.peer.dropped")
         self._ctx.spawn(self._forget(peer), f"end of peer {peer.session}")
 
     async def _forget(self, peer: Peer) -> None:
@@ -272,6 +274,7 @@ class Peers:
         except BaseException:
             link.close("handshake failed")
             raise
+        faults.point("daemon.peer.welcomed")
         peer.instance, peer.rails = welcome.instance, welcome.rails
         peer.local_rails = _same_rails(ctx.rails, welcome.rails)
         return link
@@ -398,6 +401,7 @@ class Peers:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 1.0)
                 continue
+            faults.point("daemon.rail.connected")
             number = next(self._sender_ids)
             self._senders[number] = sender
             ctx.plane.add_sender(rail, number, peer.row, remote_rail, express, epoch, handed)
@@ -567,6 +571,7 @@ class Peers:
             self._senders.pop(number, None)
             return
         peer_s, wait_s = self._ctx.config.timeouts.peer_s, 0.0
+        faults.point("daemon.fence.asked")
         while not peer.gone:
             try:
                 fenced = await self.ask(
@@ -584,6 +589,7 @@ class Peers:
                 if odd or acks > min(fenced.placed, MOST_ACKS) or fenced.placed >= 1 << 63:
                     self.drop(peer, f"says that {fenced.placed} frames came, with {len(fenced.acks)} bytes of results")
                     return
+                faults.point("daemon.fence.answered")
                 settle = partial(plane.settle_sender, sender.rail, number, fenced.placed, fenced.acks)
                 await self._ctx.commands.send(settle)
                 self._senders.pop(number, None)

@@ -13,6 +13,7 @@
 
 #include "abi.h"
 #include "atomics.h"
+#include "faults.h"
 #include "lane.h"
 #include "ring.h"
 #include "sleep.h"

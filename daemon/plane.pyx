@@ -6,6 +6,11 @@ from cpython.buffer cimport PyBUF_WRITABLE, PyObject_GetBuffer, PyBuffer_Release
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+from railrelay.shm_layout import faults
+
+cdef extern from "faults.h" nogil:
+    void rr_fault_arm(uint32_t point, uint32_t passages)
+
 cdef extern from "plane.h" nogil:
     enum:
         RR_EVENT_COMMAND_DONE
@@ -175,6 +180,13 @@ NOTE_DUE = RR_EVENT_NOTE_DUE
 TRANSFER_ENDED = RR_EVENT_TRANSFER_ENDED
 PORT_CHANGED = RR_EVENT_PORT_CHANGED
 MAX_FLUSH_TARGETS = RR_VERBS_TARGETS_MAX
+
+
+def _arm_fault(uint32_t point, uint32_t passages):
+    rr_fault_arm(point, passages)
+
+
+faults.join(_arm_fault)
 
 
 cdef int check(int status) except -1:

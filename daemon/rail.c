@@ -289,6 +289,7 @@ void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result)
     trace(rail, work, result);
     /* The slot goes back before the transfer can end, so that a caller who was told "done" finds its credit. */
     give_back(rail, work);
+    rr_fault_point(RR_FAULT_DAEMON_SLOT_RETURNED);
     slice_done(rail, source, transfer, generation, result, bytes);
 }
 

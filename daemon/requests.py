@@ -31,6 +31,7 @@ from railrelay.daemon.memory import Memory, reserve
 from railrelay.daemon.peers import Peer, Peers
 from railrelay.daemon.sessions import Sessions
 from railrelay.daemon.transfers import Transfers
+from railrelay.shm_layout import faults
 
 CAPABILITY_BYTES: Final = 16
 LONGEST_WAIT_S: Final = 3600.0
@@ -126,6 +127,7 @@ class Requests:
         if ctx.rails[rail].nic == "verbs":
             await self._register_lane(client, rail, memory)
         kind = "device" if memory.device else "host"
+        faults.point("daemon.lane.leased")
         leased = protocol.Leased(message.id, rail, memory.generation, memory.nbytes, kind, memory.device)
         client.socket.send(leased, (memory.fd,))
         memory.close_fd()
@@ -141,6 +143,7 @@ class Requests:
             name = ctx.names.lane_memory(rail, client.row, generation)
             device = ctx.helpers.device(rail) or ctx.verbs.gpu(rail)
             memory = client.lanes[rail] = await on_worker(lambda: self._lane_memory(name, device))
+            faults.point("daemon.lane.reserved")
             memory.generation = generation
             emulated = ctx.helpers.get(rail) is not None
             if emulated or device:
@@ -256,6 +259,7 @@ class Requests:
             region.handed.close()
             raise
         client.regions[index] = region
+        faults.point("daemon.region.mapped")
         self._count(client)
         if direct:
             try:
@@ -290,6 +294,7 @@ class Requests:
                     client.region_rows.free(index)
                     raise
             self._regions[region.capability] = region
+            faults.point("daemon.region.offered")
             reply = protocol.Registered(message.id, index, rail, region.capability, fresh, direct)
             client.socket.send(reply, tuple(memory.fd for memory in client.bounces) if fresh else ())
             for memory in client.bounces:
@@ -319,6 +324,7 @@ class Requests:
                 if ctx.rails[rail].nic == "verbs":  # the run tables, too, come by a write of the sender
                     nbytes += ctx.config.relay.bounce_table_bytes
                 made.append(await on_worker(partial(reserve, name, nbytes)))
+            faults.point("daemon.bounce.made")
             client.bounces = made  # before the plane knows of it: if the client leaves now, they end with it
             for rail, memory in enumerate(made):
                 await self._add_bounce(client, rail, memory)
@@ -348,6 +354,7 @@ class Requests:
         if region is None:
             raise RelayError(ErrorCode.BAD_REGION, f"{client} has no region {message.region}")
         self._regions.pop(region.capability, None)
+        faults.point("daemon.region.withdrawing")
         try:
             await self._end_region(client, region)
         except asyncio.CancelledError:  # the client leaves, and its regions end with it
@@ -372,6 +379,7 @@ class Requests:
             )
         await self._sessions.withdraw(client, region)
         await self._forget_region(region)
+        faults.point("daemon.region.withdrawn")
         ctx.plane.finish_region_removal(client.row, index, False)
         client.region_rows.free(index)
         self._count(client)
@@ -416,6 +424,7 @@ class Requests:
                 protocol.PeerRegion,
                 self._ctx.config.timeouts.peer_s,
             )
+            faults.point("daemon.remote.opened")
             try:
                 _check_region(peer, opened)
             except RelayError as failure:
@@ -447,6 +456,7 @@ class Requests:
             client.remote_rows.free(index)
             raise
         client.remotes[index] = Remote(index, peer, opened.handle)
+        faults.point("daemon.remote.added")
         reply = protocol.RegionOpened(
             message.id, index, opened.address, opened.bytes, opened.rail, opened.owner, opened.window_bytes,
             opened.window_runs,
@@ -455,6 +465,7 @@ class Requests:
         region = self._regions.get(message.capability) if message.local and peer.instance == ctx.instance else None
         if region is None or not region.handed.handle or not self._local.grant(client, index, region):
             return reply
+        faults.point("daemon.local.granted")
         about, fd = {**vars(region.handed)}, region.handed.fd
         del about["fd"]
         client.socket.send(msgspec.structs.replace(reply, **about), (fd,) if fd >= 0 else ())
@@ -500,6 +511,7 @@ class Requests:
             return protocol.Aborted(
                 message.id, False, 0, f"this process has not emptied its bounce memory within {timeout_s:g} s"
             )
+        faults.point("daemon.abort.refusing")
         remaining = max(deadline - time.monotonic(), 0.0)
         settled, transfers, text = await self._sessions.abort(client, message.tag, remaining)
         return protocol.Aborted(message.id, settled, transfers, text)

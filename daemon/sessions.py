@@ -32,6 +32,7 @@ from railrelay.daemon.link import Answer, Link
 from railrelay.daemon.rails import Rails, check_facts
 from railrelay.daemon.rows import Handles, Rows
 from railrelay.daemon.verbs import checked_endpoint
+from railrelay.shm_layout import faults
 
 HELLO_TIMEOUT_S: Final = 5.0
 SESSION_CHARACTERS: Final = 300  # a host name has at most 253
@@ -171,6 +172,7 @@ class Sessions:
             session = self._new_session(hello)
         self._strangers.discard(link)
         self._connect(session, link)
+        faults.point("daemon.session.made")
         return protocol.Welcome(hello.id, self._ctx.instance, session.index, self._ctx.rails)
 
     def _new_session(self, hello: protocol.Hello) -> Session:
@@ -233,6 +235,7 @@ class Sessions:
             self._ctx.spawn(self._finish(session, reason), f"end of the session of {session.name}")
 
     async def _finish(self, session: Session, reason: str) -> None:
+        faults.point("daemon.session.ending")
         if self._by_instance.get(session.instance) is session:
             del self._by_instance[session.instance]
         if session.linger is not None:
@@ -400,6 +403,7 @@ class Sessions:
         connection, secret = self._rails.issue(message.remote_rail, session.index)
         self._by_connection[connection] = session
         session.tokens.add(connection)
+        faults.point("daemon.rail.invited")
         return protocol.RailToken(message.id, connection, secret)
 
     def _check_room(self, session: Session) -> None:
@@ -459,6 +463,7 @@ class Sessions:
             return
         session.tokens.discard(connection)
         session.receivers[connection] = rail
+        faults.point("daemon.rail.admitted")
         self._ctx.plane.add_receiver(rail, connection, index, accepted.detach())
 
     def expired(self, connection: int, _index: int) -> None:
@@ -526,6 +531,7 @@ class Sessions:
                 key=f"unsettled frames for {owner}",
             )
         self._keep(session, connection, fenced)
+        faults.point("daemon.fence.recorded")
         waiting = session.waiting.pop(connection, None)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
@@ -560,6 +566,7 @@ class Sessions:
             if len(session.notes) > KEPT_NOTES:
                 session.notes.popitem(last=False)
             export.region.client.send(protocol.Notification(message.tag, message.payload, session.name))
+            faults.point("daemon.note.delivered")
         return protocol.PeerDone(message.id)
 
     async def abort(self, client: Client, tag: int, timeout_s: float) -> tuple[bool, int, str]:

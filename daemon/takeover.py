@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.shm_layout import faults
 
 if TYPE_CHECKING:
     from railrelay.daemon.context import Context
@@ -78,6 +79,7 @@ class Takeover:
         if pair == own:
             self._suspects.get(peer.row, set()).discard(own)
             return
+        faults.point("daemon.takeover.carries")
         ctx.state.count_takeover(sender.rail)
         ctx.state.error(
             ErrorCode.RAIL_DOWN,
@@ -115,6 +117,7 @@ class Takeover:
             break
         if peer.gone:  # what is kept under its row may be another peer's
             return
+        faults.point("daemon.takeover.returning")
         self._suspects.get(peer.row, set()).discard(own)
         for one in self._returning.pop((peer.row, own), []):
             one()

@@ -40,6 +40,7 @@ void tcp_flush_replies(struct tcp_nic *nic, struct rr_connection *c)
         c->reply_sent = (uint32_t)(total % sizeof(struct reply));
         c->reply_at = (c->reply_at + whole) % REPLIES_MAX;
         c->reply_count -= whole;
+        rr_fault_point(RR_FAULT_DAEMON_FRAME_ACKNOWLEDGED);
     }
     if (c->blocked && c->fd >= 0) {
         struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP, .data.ptr = c};
@@ -98,6 +99,7 @@ static int start_payload(struct tcp_nic *nic, struct rr_connection *c)
             c->iov_count = 1;
         }
     }
+    rr_fault_point(RR_FAULT_DAEMON_FRAME_HEADER);
     c->refused = c->code != RR_OK;
     if (c->refused) rr_count(rail, RR_RAIL_REFUSED_FRAMES, 1);
     return 0;
@@ -121,6 +123,7 @@ static void on_frame(struct tcp_nic *nic, struct rr_connection *c)
         struct rr_client *owner = rail->by_number[c->in.owner];
         if (owner) rr_violation(rail, owner, RR_SEGMENT_TRUNCATED, 0, 0, 0);
     }
+    rr_fault_point(RR_FAULT_DAEMON_FRAME_PLACED);
     c->received = c->in.sequence;
     rr_count(rail, RR_RAIL_FRAMES_RECEIVED, 1);
     rr_count(rail, RR_RAIL_BYTES_RECEIVED, c->in.bytes);
@@ -242,6 +245,7 @@ static ssize_t read_more(struct tcp_nic *nic, struct rr_connection *c)
         c->run_have += (uint32_t)placed;
     else if (c->stage == PAYLOAD)
         advance(c, placed);
+    if (c->stage == PAYLOAD && placed) rr_fault_point(RR_FAULT_DAEMON_FRAME_PLACING);
     c->look_at = 0;
     c->look_have = (uint32_t)((uint64_t)got - placed);
     return got;

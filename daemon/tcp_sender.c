@@ -74,6 +74,7 @@ static int next_frame(struct rr_rail *rail, struct rr_connection *c)
     c->current = work;
     start_frame(c, FRAME_DATA, work);
     c->out.window = rr_window_take(&c->window, work);
+    rr_fault_point(RR_FAULT_DAEMON_FRAME_BEGUN);
     c->out.sequence = work->sequence;
     c->out.run_count = work->run_count;
     c->out.grant = work->grant.grant;
@@ -164,6 +165,7 @@ static int write_frame(struct tcp_nic *nic, struct rr_connection *c, uint64_t *m
         if (c->out_sent == c->out_bytes && (!work || c->piece == work->piece_count)) {
             c->writing = 0;
             if (work) {
+                rr_fault_point(RR_FAULT_DAEMON_FRAME_SENT);
                 rr_count(rail, RR_RAIL_FRAMES_SENT, 1);
                 rr_count(rail, RR_RAIL_BYTES_SENT, work->bytes);
             }
@@ -204,6 +206,7 @@ static int on_reply(struct rr_rail *rail, struct rr_connection *c, const struct 
     struct rr_work *work = c->window.works[reply->window];
     if (work && work == c->current) return -1;
     rr_window_free(&c->window, (uint32_t)reply->window);
+    rr_fault_point(RR_FAULT_DAEMON_FRAME_SETTLED);
     if (work) rr_work_done(rail, work, reply->code);
     return 0;
 }

@@ -19,6 +19,7 @@ from railrelay.daemon.client import Client
 from railrelay.daemon.context import Context
 from railrelay.daemon.link import Answer, PeerRefused
 from railrelay.daemon.peers import Peer, Peers
+from railrelay.shm_layout import faults
 
 TICK_S: Final = 0.05
 
@@ -111,6 +112,7 @@ class Transfers:
         found = plane.find_transfers(message.tag, peer.row, message.handles) if message.handles else []
         for key in found:
             plane.cancel_transfer(*key, Result.ABORTED)
+            faults.point("daemon.abort.cancelled")
         await asyncio.gather(*(self.settle(key, self._ctx.config.timeouts.settle_s) for key in found))
         return protocol.PeerAborted(message.id, True, len(found))
 
@@ -137,6 +139,7 @@ class Transfers:
         else:
             del client.notes[transfer]
             tag, payload, handle = note.tag, note.payload, remote.handle
+            faults.point("daemon.note.due")
             try:
                 await peers.ask(
                     remote.peer,
@@ -148,5 +151,6 @@ class Transfers:
                 result = Result.REGION_GONE if refusal.code is ErrorCode.REGION_GONE else Result.PEER_LOST
             except RelayError:
                 result = Result.PEER_LOST
+        faults.point("daemon.note.confirmed")
         if self._clients.get(client.row) is client:
             self._ctx.plane.finish_note(client.row, transfer, generation, result)

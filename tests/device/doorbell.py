@@ -52,7 +52,7 @@ def _in_daemon(report: Report, options: Options, library: ctypes.CDLL, gap_s: fl
 
         for _ in range(20):
             send()
-        core = link.sender.core
+        core = link.sender.attachment.core
         word = core.segment_area[0] + core.doorbell_offset(systems.RECEIVER)
         first = ctypes.c_uint64.from_address(word).value + 1
         seen = np.zeros(count)

@@ -309,7 +309,7 @@ def test_a_write_that_its_region_left_does_not_find_another_process_there(
             meant.close()
             assert sender.open(two.register(pages).offer()).address == meant.address
 
-        monkeypatch.setattr(sender, "event_of", meanwhile)
+        monkeypatch.setattr(meant.peer.attachment, "event_of", meanwhile)
         with pytest.raises(ArgumentError, match=f"destination {meant.address:#x} is in no region"):
             sender.write(meant, [source.address], [meant.address], 4096, ready=object()).wait(30)
         assert not pages.any()

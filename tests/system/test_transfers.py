@@ -331,7 +331,7 @@ def test_unregistering_and_registering_the_same_memory_again_works(link: Link) -
         link.sender.write(remote, [link.source.address + seed], [remote.address], 1 << 20).wait(30)
         assert (array == link.source.array[seed : seed + (1 << 20)]).all()
         region.unregister()
-        until(lambda remote=remote: not link.sender.remotes.is_open(remote), "the sender hears of it")  # type: ignore[misc]
+        until(lambda remote=remote: not remote.peer.has_open(remote), "the sender hears of it")  # type: ignore[misc]
 
 
 # ---- more than two nodes, and both directions ----
