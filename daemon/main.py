@@ -20,6 +20,7 @@ from railrelay.daemon import config
 from railrelay.daemon.conductor import Conductor
 from railrelay.daemon.config import Config, ConfigError
 from railrelay.daemon.instance import InstanceTaken
+from railrelay.daemon.logs import LogHandler
 from railrelay.shm_layout import faults
 from railrelay.shm_layout.segment import NoSharedMemory
 
@@ -33,6 +34,7 @@ def main() -> int:
         return 0
     under_systemd = "JOURNAL_STREAM" in os.environ
     logging.basicConfig(
+        handlers=[LogHandler()],
         level=logging.DEBUG if options.verbose else logging.INFO,
         format=f"{'' if under_systemd else '%(asctime)s '}railrelayd[%(process)d] %(levelname)s %(message)s",
     )

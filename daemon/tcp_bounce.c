@@ -8,6 +8,7 @@ static int takes_grants(const struct rr_connection *c) { return c->fd >= 0; }
 static void grant(struct rr_nic *base, struct rr_connection *c, uint64_t want, const struct rr_bouncer *bouncer, uint32_t slot)
 {
     c->wants--;
+    rr_fault_point(RR_FAULT_DAEMON_BOUNCE_GRANTED);
     tcp_queue_reply(tcp(base), c, REPLY_GRANT, RR_OK, want, rr_bounce_grant_of(bouncer, slot), bouncer->owner);
     tcp_flush_replies(tcp(base), c);
 }
@@ -23,6 +24,7 @@ static void settled(struct rr_nic *base, const struct rr_bounce_pending *pending
 {
     struct rr_connection *c = pending->connection;
     c->bounces_pending--;
+    rr_fault_point(RR_FAULT_DAEMON_BOUNCE_RECLAIMED);
     if (c->fencing) {
         rr_bounce_settled_late(base, c->id, pending->sequence, code);
         return;

@@ -319,6 +319,7 @@ void tcp_fence(struct rr_nic *base, struct rr_connection *c)
     struct tcp_nic *nic = tcp(base);
     if (c->role != RECEIVER) return;
     tcp_close_socket(nic, c);
+    rr_fault_point(RR_FAULT_DAEMON_FENCE_CLOSED);
     if (!c->fencing) {
         c->fencing = 1;
         rr_count(base->rail, RR_RAIL_FENCES, 1);

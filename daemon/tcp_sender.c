@@ -255,6 +255,7 @@ void tcp_settle(struct rr_nic *base, struct rr_connection *c, uint64_t placed, c
         c->path->connection = NULL;
     }
     if (!c->resting) c->path->broken = 0;
+    rr_fault_point(RR_FAULT_DAEMON_SETTLE_BEGUN);
     c->resting = 1;
     c->current = NULL;
     uint32_t left = rr_window_settle(rail, &c->window, placed, acks, ack_count, otherwise);
