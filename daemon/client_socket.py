@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import grp
 import os
 import pwd
@@ -28,6 +29,9 @@ from railrelay.daemon.instance import InstanceTaken
 from railrelay.daemon.node_state import Report
 
 MAX_UNSENT: Final = 1024  # packets
+NO_ROOM: Final = (errno.EMFILE, errno.ENFILE)
+NO_DESCRIPTORS: Final = "the daemon has no descriptors left; raise its LimitNOFILE, or unregister memory"
+MAX_EVENTS_UNSENT: Final = MAX_UNSENT // 2
 MAX_FDS: Final = 4  # in a packet from a client
 PACKETS_A_TURN: Final = 16
 ATTACH_TIMEOUT_S: Final = 5.0
@@ -54,6 +58,8 @@ class ClientSocket:
         self._on_end = on_end
         self._report = report
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._room = asyncio.Event()
+        self._room.set()
         self._loop = asyncio.get_running_loop()
         self._pidfd = os.pidfd_open(pid)
         self._loop.add_reader(self._pidfd, self.close, "exited")
@@ -73,7 +79,30 @@ class ClientSocket:
             return
         if not self._unsent:
             self._loop.add_writer(self._unix.fileno(), self._writable)
-        self._unsent.append((packet, [os.dup(fd) for fd in fds]))
+        copies: list[int] = []
+        try:
+            for fd in fds:
+                copies.append(os.dup(fd))  # noqa: PERF401 - those made before one that fails are closed
+        except OSError as failure:
+            close_all(copies)
+            self.close(f"could not be sent {type(message).__name__}: {failure.strerror}")
+            return
+        self._unsent.append((packet, copies))
+        if len(self._unsent) >= MAX_EVENTS_UNSENT:
+            self._room.clear()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether events may be sent. A client that reads none gets none that can wait: only so many that answers still
+        have room beside them."""
+        return self._room.is_set()
+
+    async def wait_for_room(self, timeout_s: float) -> bool:
+        """Also when the connection has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._room.wait()
+        return self.has_room
 
     def exited(self) -> bool:
         """Whether the process is gone, which the loop may not have seen yet."""
@@ -109,6 +138,7 @@ class ClientSocket:
         for _, fds in self._unsent:
             discard(fds)
         self._unsent.clear()
+        self._room.set()
         self._on_end(self, reason)
 
     def _send(self, packet: bytes, fds: list[int]) -> bool:
@@ -130,6 +160,7 @@ class ClientSocket:
             self._unsent.popleft()
             discard(fds)
         self._loop.remove_writer(self._unix.fileno())
+        self._room.set()
 
     def _readable(self) -> None:
         for _ in range(PACKETS_A_TURN):
@@ -145,12 +176,19 @@ class ClientSocket:
                 return
 
     def _take(self, packet: bytes, fds: list[int], cut_off: bool) -> None:
-        if packet and not cut_off:
+        # Fewer than fit were cut off: there was no room for them in this process.
+        no_room = cut_off and len(fds) < MAX_FDS and len(packet) < protocol.CLIENT_MESSAGE_BYTES
+        if packet and (no_room or not cut_off):
             try:
                 message = protocol.client_request(packet)
             except msgspec.MsgspecError as failure:
                 discard(fds)
                 self.violate(f"sent something that is not a request ({failure})")
+                return
+            if no_room:
+                close_all(fds)
+                self._report(ErrorCode.LIMIT, f"client pid {self.pid}: {type(message).__name__}: {NO_DESCRIPTORS}")
+                self.send(protocol.Failed(message.id, ErrorCode.LIMIT, NO_DESCRIPTORS))
             else:
                 self._on_message(self, message, fds)
             return

@@ -17,7 +17,7 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Message
 from railrelay.daemon.client import Client
-from railrelay.daemon.client_socket import ATTACH_TIMEOUT_S, ClientSocket
+from railrelay.daemon.client_socket import ATTACH_TIMEOUT_S, NO_DESCRIPTORS, NO_ROOM, ClientSocket
 from railrelay.daemon.context import Context, on_worker
 from railrelay.daemon.descriptors import discard
 from railrelay.daemon.local_route import LocalRoute
@@ -122,8 +122,11 @@ class Clients:
         except (OverflowError, ValueError) as failure:
             reply = protocol.Failed(message.id, ErrorCode.BAD_ARGUMENT, f"{type(message).__name__}: {failure}")
         except OSError as failure:
-            reply = protocol.Failed(message.id, ErrorCode.INTERNAL, f"{type(message).__name__}: {failure}")
-            self._ctx.state.error(ErrorCode.INTERNAL, f"{type(message).__name__} of pid {connection.pid}: {failure}")
+            no_room = failure.errno in NO_ROOM
+            code = ErrorCode.LIMIT if no_room else ErrorCode.INTERNAL
+            text = f"{type(message).__name__}: {NO_DESCRIPTORS if no_room else failure}"
+            reply = protocol.Failed(message.id, code, text)
+            self._ctx.state.error(code, f"pid {connection.pid}: {text}")
         finally:
             if reply is not None:
                 connection.send(reply)

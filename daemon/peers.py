@@ -391,10 +391,11 @@ class Peers:
         while not peer.gone:
             try:
                 sender, handed = await work(peer, rail, remote_rail, express, epoch, deadline)
-            except RelayError as failure:
+            except (RelayError, OSError) as failure:  # whatever it is, the path must not wait for ever
                 if peer.gone:
                     return
-                ctx.state.error(ErrorCode.RAIL_DOWN, failure.text)
+                text = failure.text if isinstance(failure, RelayError) else f"rail {rail} to {peer.session}: {failure}"
+                ctx.state.error(ErrorCode.RAIL_DOWN, text)
                 if time.monotonic() >= deadline:
                     self._fail_path(peer, rail, remote_rail, express)
                     return

@@ -181,8 +181,9 @@ async def connect(
     """A connected socket from the local rail's address to the peer's, its preamble sent. RelayError RAIL_DOWN."""
     family = socket.AF_INET6 if ":" in remote.address else socket.AF_INET
     loop = asyncio.get_running_loop()
-    sender = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    sender: socket.socket | None = None
     try:
+        sender = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         _set_options(sender, tcp)
         sender.bind((local.address, 0))
         async with asyncio.timeout(timeout_s):
@@ -190,7 +191,8 @@ async def connect(
             preamble = protocol.RAIL_PREAMBLE.pack(protocol.RAIL_MAGIC, protocol.RAIL_VERSION, rail, connection, secret)
             await loop.sock_sendall(sender, preamble)
     except BaseException as failure:
-        sender.close()
+        if sender is not None:
+            sender.close()
         if not isinstance(failure, (OSError, ValueError, struct.error)):
             raise
         reason = f"no connection within {timeout_s:g} s" if isinstance(failure, TimeoutError) else str(failure)

@@ -22,6 +22,7 @@ from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import Message
 from railrelay.daemon import dmabuf
 from railrelay.daemon.client import KEPT_TAGS, Client, Region, Remote
+from railrelay.daemon.client_socket import NO_ROOM
 from railrelay.daemon.config import MAX_CLIENTS
 from railrelay.daemon.context import Context, on_worker, run_on_worker
 from railrelay.daemon.emulated import Source, made_up_base
@@ -250,6 +251,8 @@ class Requests:
             region.handed.close()
             client.region_rows.free(index)
             ctx.helpers.free_memory(number)
+            if failure.errno in NO_ROOM:
+                raise
             raise RelayError(
                 ErrorCode.BAD_ARGUMENT, f"region of {message.bytes} bytes cannot be mapped: {failure}"
             ) from None
