@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import socket
 import struct
@@ -26,9 +27,10 @@ from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import RailFacts
 from railrelay.daemon import topology
 from railrelay.daemon.client import Client, Region
+from railrelay.daemon.client_socket import MAX_EVENTS_UNSENT
 from railrelay.daemon.context import Context, run_on_worker
 from railrelay.daemon.flush import Flush
-from railrelay.daemon.link import Answer, Link
+from railrelay.daemon.link import MAX_REQUESTS, Answer, Link
 from railrelay.daemon.rails import Rails, check_facts
 from railrelay.daemon.rows import Handles, Rows
 from railrelay.daemon.verbs import checked_endpoint
@@ -99,6 +101,7 @@ class Session:
     fenced: OrderedDict[int, Fenced] = field(default_factory=OrderedDict)  # by connection
     waiting: dict[int, asyncio.Future[None]] = field(default_factory=dict)  # connections being fenced
     notes: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    notes_waiting: int = 0
     opening: int = 0  # queue pairs
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)  # local and remote rail -> latest connection
     probes: dict[int, Probe] = field(default_factory=dict)  # by connection
@@ -555,19 +558,38 @@ class Sessions:
 
     # ---- notes and abort ----
 
-    def _note(self, session: Session, message: protocol.PeerNote) -> Answer:
+    def _note(self, session: Session, message: protocol.PeerNote) -> Answer | Awaitable[Answer]:
         export = session.exports.get(message.handle)
         if export is None or export.withdrawn:
             raise RelayError(ErrorCode.REGION_GONE, f"region {message.handle} is gone at {self._ctx.session}")
         if len(message.payload) > protocol.NOTE_BYTES:
             raise RelayError(ErrorCode.LIMIT, f"note of {len(message.payload)} bytes; at most {protocol.NOTE_BYTES}")
         if message.id not in session.notes:
+            if not export.region.client.socket.has_room:
+                return self._note_later(session, message, export.region.client)
             session.notes[message.id] = None
             if len(session.notes) > KEPT_NOTES:
                 session.notes.popitem(last=False)
             export.region.client.send(protocol.Notification(message.tag, message.payload, session.name))
             faults.point("daemon.note.delivered")
         return protocol.PeerDone(message.id)
+
+    async def _note_later(self, session: Session, message: protocol.PeerNote, client: Client) -> Answer:
+        """The engine does not read: its senders wait, half as long as they would for this daemon."""
+        within_s = self._ctx.config.timeouts.peer_s / 2
+        if session.notes_waiting >= MAX_REQUESTS // 2:
+            within_s = 0.0
+        session.notes_waiting += 1
+        try:
+            taken = await client.socket.wait_for_room(within_s)
+        finally:
+            session.notes_waiting -= 1
+        if not taken:
+            text = f"{client} reads no notifications: {MAX_EVENTS_UNSENT} wait for it"
+            self._ctx.state.error(ErrorCode.LIMIT, text, key=f"notifications of client {client.row}.{client.serial}")
+            raise RelayError(ErrorCode.LIMIT, text)
+        answer = self._note(session, message)
+        return await answer if inspect.isawaitable(answer) else answer
 
     async def abort(self, client: Client, tag: int, timeout_s: float) -> tuple[bool, int, str]:
         """(settled, transfers, text): ends transfers with ``tag`` into the client's regions at all senders. The client

@@ -23,6 +23,8 @@ from railrelay.shm_layout import faults
 
 TICK_S: Final = 0.05
 
+_NOTE_RESULTS: Final = {ErrorCode.REGION_GONE: Result.REGION_GONE, ErrorCode.LIMIT: Result.TIMED_OUT}
+
 Key = tuple[int, int, int]  # client, transfer, generation
 
 
@@ -148,7 +150,10 @@ class Transfers:
                     self._ctx.config.timeouts.peer_s,
                 )
             except PeerRefused as refusal:
-                result = Result.REGION_GONE if refusal.code is ErrorCode.REGION_GONE else Result.PEER_LOST
+                result = _NOTE_RESULTS.get(refusal.code, Result.PEER_LOST)
+                if refusal.code is ErrorCode.LIMIT:
+                    text = f"peer {remote.peer.session} did not take a notification: {refusal.text}"
+                    self._ctx.state.error(ErrorCode.LIMIT, text, key=f"notifications of {remote.peer.session}")
             except RelayError:
                 result = Result.PEER_LOST
         faults.point("daemon.note.confirmed")
