@@ -84,7 +84,7 @@ class ClientSocket:
             for fd in fds:
                 copies.append(os.dup(fd))  # noqa: PERF401 - those made before one that fails are closed
         except OSError as failure:
-            close_all(copies)
+            discard(copies)
             self.close(f"could not be sent {type(message).__name__}: {failure.strerror}")
             return
         self._unsent.append((packet, copies))
@@ -186,7 +186,7 @@ class ClientSocket:
                 self.violate(f"sent something that is not a request ({failure})")
                 return
             if no_room:
-                close_all(fds)
+                discard(fds)
                 self._report(ErrorCode.LIMIT, f"client pid {self.pid}: {type(message).__name__}: {NO_DESCRIPTORS}")
                 self.send(protocol.Failed(message.id, ErrorCode.LIMIT, NO_DESCRIPTORS))
             else:
