@@ -42,6 +42,7 @@ FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
 ACK: Final = struct.Struct("<QQ")  # sequence and result
 MOST_ACKS: Final = 256
+MOST_LOST_EARLY: Final = 4096
 
 log = logging.getLogger("railrelay")
 
@@ -62,6 +63,8 @@ class Peer:
     callers: int = 0  # of connect()
     openings: Counter[int] = field(default_factory=Counter)  # of regions by local clients, by handle
     fences: int = 0
+    opening: int = 0  # queue pairs
+    lost_early: set[int] = field(default_factory=set)  # connections whose end there is lost, while some are opened
     owners: dict[int, int] = field(default_factory=dict)  # number of a client of the peer -> its serial
     gone: bool = False
     failure: RelayError | None = None  # of the last attempt to connect
@@ -92,13 +95,16 @@ class Peer:
         self.news = asyncio.get_running_loop().create_future()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Sender:
     peer: Peer
     rail: int
     remote_rail: int
     connection: int | None  # as the receiver numbers it; None: the emulated NIC has no receiver
     pair: Pair | None = None  # of the queue pair
+    seen_at: float | None = None  # when it was known that it cannot go on
+    lost: bool = False  # the data plane uses it no more
+    given_back: bool = False  # closed because the rail's own devices carry again
 
 
 class Peers:
@@ -113,7 +119,6 @@ class Peers:
         self._senders: dict[int, Sender] = {}
         self._sender_ids = itertools.count(2, 2)  # even; see rails.Rails
         self._takeover = Takeover(ctx, self.probe)
-        self._given_back: set[int] = set()  # senders that are closed because the rail's own devices carry again
 
     def get(self, row: int, client: Client) -> Peer:
         """A peer that this client has connected. RelayError."""
@@ -376,6 +381,8 @@ class Peers:
     def connect_wanted(self, rail: int, row: int, remote_rail: int, express: bool, epoch: int) -> None:
         peer = self._by_row.get(row)
         if peer is not None and not peer.gone:
+            if rail in self._ctx.verbs.ports:
+                self._takeover.wanted(peer, rail, remote_rail)
             self._ctx.spawn(
                 self._connect_rail(peer, rail, remote_rail, express, epoch),
                 f"rail {rail} to rail {remote_rail} of {peer.session}",
@@ -459,7 +466,23 @@ class Peers:
         timeout_s: float,
     ) -> tuple[int, int]:
         """(connection as the receiver numbers it, endpoint here), both ends ready. RelayError."""
-        nics = self._ctx.verbs
+        peer.opening += 1
+        try:
+            return await self._opened(peer, rail, pair, request, timeout_s)
+        finally:
+            peer.opening -= 1
+            if not peer.opening:
+                peer.lost_early.clear()
+
+    async def _opened(
+        self,
+        peer: Peer,
+        rail: int,
+        pair: Pair,
+        request: Callable[[int, protocol.Endpoint], protocol.RailConnect],
+        timeout_s: float,
+    ) -> tuple[int, int]:
+        nics, usable = self._ctx.verbs, self._takeover.usable(peer, pair)
         try:
             endpoint, own = await nics.open(rail, pair.here, sending=True)
         except RelayError:
@@ -472,6 +495,7 @@ class Peers:
                 self._takeover.suspect(peer, pair)
             nics.drop(endpoint)
             raise
+        link = peer.link
         try:
             remote = verbs.checked_endpoint(f"peer {peer.session}", token.endpoint, pair.there, peer.rails)
         except RelayError as failure:
@@ -487,6 +511,14 @@ class Peers:
                 self._takeover.suspect(peer, pair)
             self._forsake(peer, token.connection)
             raise
+        # What ends a sender that is in use may have come before it was one.
+        fenced = token.connection in peer.lost_early or peer.link is not link or not peer.connected
+        if fenced or (usable and not self._takeover.usable(peer, pair)):
+            nics.drop(endpoint)
+            self._forsake(peer, token.connection)
+            reason = "the peer has lost its end" if fenced else "a port went down"
+            text = f"rail {rail} to rail {pair.there} of {peer.session}: {reason} while the queue pair was connected"
+            raise RelayError(ErrorCode.CONNECTION_LOST, f"{text}; it is tried again")
         return token.connection, endpoint
 
     def _forsake(self, peer: Peer, connection: int) -> None:
@@ -540,6 +572,7 @@ class Peers:
 
     def _fail_path(self, peer: Peer, rail: int, remote_rail: int, express: bool) -> None:
         plane = self._ctx.plane
+        self._takeover.given_up(peer, rail, remote_rail)
         self._ctx.commands.send(
             lambda cookie: plane.fail_path(rail, peer.row, remote_rail, express, Result.RAIL_DOWN, cookie)
         )
@@ -548,17 +581,16 @@ class Peers:
         sender = self._senders.get(number)
         if sender is None or sender.peer.gone:
             return
-        peer = sender.peer
+        peer, sender.lost = sender.peer, True
         if sender.pair is not None:
             if in_flight:
-                self._takeover.lost(peer, sender.rail, sender.remote_rail)
+                self._takeover.lost(peer, sender.rail, sender.remote_rail, sender.seen_at or time.monotonic())
             if error == errno.ETIMEDOUT:  # the other end was not reached
                 self._takeover.suspect(peer, sender.pair)
         peer.fences += 1
         self._show_counts(peer)
         where = f"peer {peer.session}: connection of rail {sender.rail} to rail {sender.remote_rail}"
-        if number in self._given_back:
-            self._given_back.remove(number)
+        if sender.given_back:
             log.info("%s given back to its own devices", where)
         else:
             reason = os.strerror(error) if error else "closed"
@@ -595,6 +627,7 @@ class Peers:
                 await self._ctx.commands.send(settle)
                 self._senders.pop(number, None)
                 if sender.pair is not None:
+                    self._takeover.settled(peer, sender.rail, sender.remote_rail)
                     self._show_rail(sender.rail)
                 if all(result != Result.UNSETTLED for _, result in ACK.iter_unpack(fenced.acks)):
                     return
@@ -606,8 +639,8 @@ class Peers:
     def _end_takeover(self, number: int) -> None:
         """The rail's own devices carry again: what is not placed is sent over them, after the fence."""
         sender = self._senders.get(number)
-        if sender is not None:
-            self._given_back.add(number)
+        if sender is not None and not sender.lost:
+            sender.given_back = True
             self._ctx.plane.close_sender(sender.rail, number)
 
     def _rail_state(self, peer: Peer, message: protocol.RailState) -> None:
@@ -616,16 +649,29 @@ class Peers:
         peer.rails[message.rail] = msgspec.structs.replace(peer.rails[message.rail], up=message.up)
         if not message.up:
             self._close_pairs(f"port of rail {message.rail} of {peer.session} is down", peer, there=message.rail)
+        self._takeover.port_changed(message.up, self._used(peer), there=message.rail)
 
     def _rail_lost(self, peer: Peer, message: protocol.RailLost) -> None:
         for number, sender in self._senders.items():
             if sender.peer is peer and sender.connection == message.connection and sender.pair is not None:
-                self._ctx.plane.close_sender(sender.rail, number)
+                self._close_pair(number, sender)
+                return
+        if peer.opening and len(peer.lost_early) < MOST_LOST_EARLY:  # it may be one that is not a sender yet
+            peer.lost_early.add(message.connection)
 
     def port_changed(self, rail: int, up: bool) -> None:
         """Of a rail here; its facts know it already."""
         if not up:
             self._close_pairs(f"port of rail {rail} is down", here=rail)
+        self._takeover.port_changed(up, self._used(), here=rail)
+
+    def _used(self, peer: Peer | None = None) -> list[Sender]:
+        """Queue pairs to this peer, or to all."""
+        return [
+            sender
+            for sender in self._senders.values()
+            if sender.pair is not None and not sender.lost and peer in (None, sender.peer)
+        ]
 
     def _close_pairs(
         self, why: str, peer: Peer | None = None, *, here: int | None = None, there: int | None = None
@@ -637,7 +683,11 @@ class Peers:
                 continue
             if here in (None, pair.here) and there in (None, pair.there):
                 log.info("%s: connection of rail %d to %s closed", why, sender.rail, sender.peer.session)
-                self._ctx.plane.close_sender(sender.rail, number)
+                self._close_pair(number, sender)
+
+    def _close_pair(self, number: int, sender: Sender) -> None:
+        sender.seen_at = sender.seen_at or time.monotonic()
+        self._ctx.plane.close_sender(sender.rail, number)
 
     def _show_rail(self, rail: int) -> None:
         """By which device the rail sends now."""

@@ -97,6 +97,9 @@ class Plane:
     def add_sender(self, *arguments: object) -> None:
         self.calls.append(("add_sender", arguments))
 
+    def close_sender(self, *arguments: object) -> None:
+        self.calls.append(("close_sender", arguments))
+
 
 class State:
     """Keeps error records and ignores the rest."""
@@ -149,10 +152,12 @@ class User:
 
 
 class Receiver:
-    """Writes ``behind`` in one packet with Welcome. Its devices are all there but those of the rails ``broken``."""
+    """Writes ``behind`` in one packet with Welcome. Its devices are all there but those of the rails ``broken``; its
+    ends of the first ``fragile`` queue pairs are lost at once, which it says in one packet with their token."""
 
-    def __init__(self, behind: protocol.PeerMessage | None = None, broken: int = -1) -> None:
-        self.behind, self.broken = behind, broken
+    def __init__(self, behind: protocol.PeerMessage | None = None, broken: int = -1, fragile: int = 0) -> None:
+        self.behind, self.broken, self.fragile = behind, broken, fragile
+        self.connections = 0
         self.told: list[protocol.PeerMessage] = []
         self.welcomed = 0
 
@@ -174,8 +179,15 @@ class Receiver:
         if isinstance(message, protocol.RailConnect):
             if message.through == self.broken:
                 return [protocol.Refused(message.id, ErrorCode.RAIL_DOWN, "no queue pair")]
-            return [protocol.RailToken(message.id, 11, b"", msgspec.structs.replace(REMOTE, through=message.through))]
+            self.connections += 1
+            end = msgspec.structs.replace(REMOTE, through=message.through)
+            token = protocol.RailToken(message.id, self.connections, b"", end)
+            return [token, protocol.RailLost(self.connections)] if self.connections <= self.fragile else [token]
         return []
+
+    def asked(self) -> list[int | None]:
+        """By which of its rails the queue pairs were to go that are no probes."""
+        return [one.through for one in self.told if isinstance(one, protocol.RailConnect) and not one.probe]
 
 
 @contextlib.asynccontextmanager
@@ -223,8 +235,7 @@ def test_rail_on_whose_device_no_queue_pair_can_be_made_is_taken_over(end: str) 
         async with connected(node, receiver) as (peers, peer):
             peers.connect_wanted(0, peer.row, 0, False, 1)
             await until(lambda: any(name == "add_sender" for name, _ in node.plane.calls))
-            asked = [message.through for message in receiver.told if isinstance(message, protocol.RailConnect)]
-            assert asked == ([1] if end == "here" else [0, 1])
+            assert receiver.asked() == ([1] if end == "here" else [0, 1])
             assert len(node.plane.made) == 1
         assert len(node.state.errors) == 2  # why, and that rail 1 has taken over
 
@@ -252,6 +263,25 @@ def test_region_that_another_client_goes_on_writing_is_closed_without_a_drain() 
     on_node(scenario)
 
 
+def added(node: Node) -> list[tuple[object, ...]]:
+    return [arguments for name, arguments in node.plane.calls if name == "add_sender"]
+
+
+def test_end_that_is_lost_before_it_is_used_is_not_used() -> None:
+    async def scenario(node: Node) -> None:
+        receiver = Receiver(fragile=1)
+        async with connected(node, receiver) as (peers, peer):
+            peers.connect_wanted(0, peer.row, 0, False, 1)
+            await until(lambda: bool(added(node)))
+            assert receiver.asked() == [0, 0]
+            assert [sender.connection for sender in peers._senders.values()] == [2]
+            assert any("the peer has lost its end" in error for error in node.state.errors)
+            assert protocol.FenceRail in map(type, receiver.told)
+            assert not peer.lost_early
+
+    on_node(scenario)
+
+
 def test_peer_that_breaks_every_connection_is_connected_more_and_more_seldom() -> None:
     async def scenario(node: Node) -> None:
         receiver = Receiver(protocol.RailState(9, up=True))
@@ -264,6 +294,38 @@ def test_peer_that_breaks_every_connection_is_connected_more_and_more_seldom() -
         server.close()
         assert 1 <= receiver.welcomed <= 1 + 6  # after pauses of at least 25, 50, 100, 200, 400 and 800 ms
         assert any("tells the state of a rail 9" in error for error in node.state.errors)
+
+    on_node(scenario)
+
+
+def test_port_that_goes_down_while_its_queue_pair_is_connected_carries_nothing() -> None:
+    async def scenario(node: Node) -> None:
+        receiver = Receiver()
+        async with connected(node, receiver) as (peers, peer):
+
+            def down() -> None:
+                peer.rails[0] = msgspec.structs.replace(peer.rails[0], up=False)
+
+            node.plane.on_connect = down
+            peers.connect_wanted(0, peer.row, 0, False, 1)
+            await until(lambda: bool(added(node)))
+            assert receiver.asked() == [0, 1]
+            assert any("a port went down" in error for error in node.state.errors)
+
+    on_node(scenario)
+
+
+def test_connection_that_is_lost_already_is_not_given_back() -> None:
+    async def scenario(node: Node) -> None:
+        async with connected(node, Receiver()) as (peers, peer):
+            peers.connect_wanted(0, peer.row, 0, False, 1)
+            await until(lambda: bool(added(node)))
+            [(number, sender)] = peers._senders.items()
+            peers.sender_lost(number, errno.ECONNRESET, 0)
+            peers._end_takeover(number)
+            assert sender.lost
+            assert not sender.given_back
+            assert "close_sender" not in [name for name, _ in node.plane.calls]
 
     on_node(scenario)
 
@@ -295,6 +357,65 @@ def test_peer_that_goes_while_its_readmission_sleeps_takes_nothing_from_the_next
         await until(lambda: bool(given_back))
         assert probed == [following]
         assert given_back == ["following"]
+
+    on_node(scenario)
+
+
+def own_sender_of(peer: Peer) -> Sender:
+    return Sender(peer, 0, 0, 11, Pair(0, 0))
+
+
+def test_pair_that_would_take_over_is_tried_once_ahead_and_again_when_a_port_is_back() -> None:
+    async def scenario(node: Node) -> None:
+        probed = list[Pair]()
+
+        async def probe(_peer: Peer, rail: int, remote_rail: int) -> None:
+            probed.append(Pair(rail, remote_rail))
+
+        takeover = Takeover(node.ctx, probe)
+        peer = Peer(0, "peer", rails=rail_facts(), local_rails=[0, 1])
+        sender = own_sender_of(peer)
+        takeover.carries(peer, sender, lambda: None)
+        takeover.carries(peer, sender, lambda: None)
+        await until(lambda: bool(probed))
+        takeover.port_changed(False, [sender], there=1)
+        takeover.port_changed(True, [sender], there=1)
+        await until(lambda: len(probed) == 2)
+        assert probed == [Pair(1, 1), Pair(1, 1)]
+
+    on_node(scenario)
+
+
+def test_suspect_pair_carries_before_one_whose_port_is_down_and_is_cleared_by_a_probe() -> None:
+    async def scenario(node: Node) -> None:
+        reached = False
+
+        async def probe(_peer: Peer, _rail: int, _remote_rail: int) -> None:
+            if not reached:
+                raise RelayError(ErrorCode.RAIL_DOWN, "not reached")
+
+        takeover = Takeover(node.ctx, probe)
+        peer = Peer(0, "peer", rails=rail_facts(), local_rails=[0, 1])
+        takeover.suspect(peer, Pair(1, 1))
+        peer.rails[0] = msgspec.structs.replace(peer.rails[0], up=False)
+        assert takeover.choose(peer, 0, 0) == Pair(1, 1)
+        peer.rails[0] = msgspec.structs.replace(peer.rails[0], up=True)
+        assert takeover.choose(peer, 1, 1) == Pair(0, 0)
+        reached = True
+        await until(lambda: takeover.choose(peer, 1, 1) == Pair(1, 1))
+
+    on_node(scenario)
+
+
+def test_pair_of_the_receiving_rail_may_take_over_from_another_sending_one() -> None:
+    async def scenario(node: Node) -> None:
+        async def probe(*_: object) -> None:
+            pass
+
+        takeover = Takeover(node.ctx, probe)
+        peer = Peer(0, "peer", rails=rail_facts(), local_rails=[0, 1])
+        node.ctx.rails[1] = msgspec.structs.replace(node.ctx.rails[1], up=False)
+        assert takeover.choose(peer, 1, 0) == Pair(0, 0)
 
     on_node(scenario)
 
