@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from helpers import links, verbs_stand_in
+from helpers import links, queue_pairs, verbs_stand_in
 from helpers.verbs_stand_in import Fabric
 
 VARIABLE: Final = "RAILRELAY_VERBS_RAILS"
@@ -101,13 +101,15 @@ def devices(directory: Path) -> Devices:
 
 
 def break_connections(device: Device, fabric: Fabric | None, *, silently: bool = False) -> int:
-    """How many queue pairs. ``silently``: no end sees it before its retries are over. Of real devices: the port goes
-    down, and up again."""
-    if fabric is None:
-        with links.down(device.name):
-            time.sleep(0.2)
-        return 1
-    return fabric.drop_connections(device.address) if silently else fabric.fail_queue_pairs(device.address)
+    """How many queue pairs. ``silently``: no end sees it before its retries are over. Of real devices then the port
+    goes down, and up again."""
+    if fabric is not None:
+        return fabric.drop_connections(device.address) if silently else fabric.fail_queue_pairs(device.address)
+    if not silently:
+        return queue_pairs.fail(device.name)
+    with links.down(device.name):
+        time.sleep(0.2)
+    return 1
 
 
 def port(device: Device, fabric: Fabric | None, *, up: bool) -> None:

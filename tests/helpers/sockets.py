@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import os
 import random
 import socket
 import sys
@@ -14,10 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from helpers import rail_devices
+from helpers.descriptors import duplicates
 from helpers.nodes import Node
 from railrelay.client import protocol
 
-_PIDFD_GETFD: Final = 438
 _NOWHERE: Final = socket.AF_UNSPEC.to_bytes(2, sys.byteorder) + bytes(14)
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -97,22 +95,9 @@ def _ports(node: Node) -> set[int]:
 
 
 def _sockets(pid: int) -> Iterator[socket.socket]:
-    pidfd = os.pidfd_open(pid)
-    try:
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(FileNotFoundError):
-                if not os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
-                    continue
-                fd = _libc.syscall(_PIDFD_GETFD, pidfd, int(name), 0)
-                if fd < 0:
-                    number = ctypes.get_errno()
-                    if number in (errno.EBADF, errno.ESRCH):  # closed meanwhile, or the daemon is ending
-                        continue
-                    raise PermissionError(number, os.strerror(number))
-                duplicate = socket.socket(fileno=fd)
-                if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-                    yield duplicate
-                else:
-                    duplicate.close()
-    finally:
-        os.close(pidfd)
+    for fd in duplicates(pid, lambda link: link.startswith("socket:")):
+        duplicate = socket.socket(fileno=fd)
+        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            yield duplicate
+        else:
+            duplicate.close()

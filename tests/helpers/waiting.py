@@ -12,7 +12,7 @@ PAUSE_S: Final = 0.005
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str, limit_s: float = LIMIT_S) -> T:
+def until(condition: Callable[[], T], what: str, limit_s: float = LIMIT_S, pause_s: float = PAUSE_S) -> T:
     """The first true value of ``condition()``; AssertionError that names ``what`` after ``limit_s``."""
     deadline = time.monotonic() + limit_s
     while True:
@@ -20,4 +20,4 @@ def until(condition: Callable[[], T], what: str, limit_s: float = LIMIT_S) -> T:
         if found:
             return found
         assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
-        time.sleep(PAUSE_S)
+        time.sleep(pause_s)

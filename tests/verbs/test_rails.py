@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from helpers import memory, patterns, rail_devices, sockets
 from helpers.engines import Engines
 from helpers.memory import Link
 from helpers.nodes import Node, Nodes
+from helpers.traffic import Found, Traffic
 from helpers.waiting import until
 
 from railrelay.client import Client, RelayError, Result, Route, Transfer, TransferError
@@ -32,7 +35,11 @@ pytestmark = [
 BLOCK = 16384
 NBYTES = 32 << 20
 BLOCKS = NBYTES // BLOCK
-BREAKS = 10 if rail_devices.real() else 25
+FAULTS = 50
+FAULT_BYTES = (8 << 20) if rail_devices.real() else NBYTES
+LATE_S = 1.0
+LOOK_S = 0.05 if rail_devices.real() else 0.005  # emulated, looks cost what is looked at
+TAKEN_OVER_MS, REBUILT_MS = 100.0, 1000.0
 WAIT_S = 30.0 * (4 if rail_devices.real() else 1)
 TIMEOUTS = {"connect_s": 5, "peer_s": 5, "settle_s": 5} if not rail_devices.real() else {"connect_s": 20, "peer_s": 20}
 stand_in_only = pytest.mark.skipif(rail_devices.real(), reason="needs what only the stand-in's devices can do")
@@ -108,6 +115,23 @@ def counter(node: Node, label: str) -> int:
 # ---- takeover ----
 
 
+# How long it takes is printed and not asserted: it is the machine's load that a maximum would test.
+
+
+def times(log: str, by: str) -> list[float]:
+    """How long slices had no connection, in ms, until there was one ``by`` these devices."""
+    return sorted(map(float, re.findall(rf"connected through {by} ([\d.]+) ms after", log)))
+
+
+def shown_times(what: str, found: list[float], limit_ms: float) -> str:
+    if not found:
+        return f"{what} 0 times (within {limit_ms:g} ms)"
+    within = sum(ms < limit_ms for ms in found)
+    return (
+        f"{what} {len(found)} times, {within} within {limit_ms:g} ms: p50 {median(found):.0f}, max {found[-1]:.0f} ms"
+    )
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("route", [Route.RELAY, Route.DIRECT])
 def test_a_rail_whose_port_goes_down_is_taken_over_and_comes_back(
@@ -135,10 +159,11 @@ def test_a_rail_whose_port_goes_down_is_taken_over_and_comes_back(
         assert rail(broken)["up"] is True
         moving.once()
         assert rail(prefill)["takeovers"] == 1
-    taken = re.search(r"connected through rail1 ([\d.]+) ms after", prefill.log)
-    assert taken is not None, prefill.log
-    print(f"taken over within {taken[1]} ms")
-    assert float(taken[1]) < 3000  # a few ms, unless the machine is emulated or loaded
+    before, taken, after = prefill.log.partition("connected through rail1")
+    assert taken, prefill.log
+    assert "is down: connection of rail 0 to" in before
+    assert "its probe has passed, it is back" in after
+    print(shown_times("taken over", times(prefill.log, "rail1"), TAKEN_OVER_MS))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -182,9 +207,10 @@ def test_a_queue_pair_that_fails_is_rebuilt_at_once(pair: tuple[Node, Node], sid
         assert rail_devices.break_connections(broken.devices[0], broken.fabric) > 0
         moving.end(transfer)
         assert rail(prefill)["takeovers"] == 0
-    rebuilt = re.findall(r"connected through its own device ([\d.]+) ms after", prefill.log)
-    assert rebuilt
-    assert max(map(float, rebuilt)) < 1000
+    before, rebuilt, _ = prefill.log.partition("connected through its own device")
+    assert rebuilt, prefill.log
+    assert "lost (errno" in before
+    print(shown_times("rebuilt", times(prefill.log, "its own device"), REBUILT_MS))
 
 
 @stand_in_only
@@ -215,46 +241,96 @@ def test_without_another_rail_transfers_wait_and_go_on(nodes: Nodes) -> None:
         assert rail(prefill)["takeovers"] == 0
 
 
-@pytest.mark.parametrize("seed", [1] if rail_devices.real() else [1, 2])
-def test_nothing_is_lost_wrong_or_late_whatever_breaks(pair: tuple[Node, Node], seed: int) -> None:
-    """Queue pairs that fail, and ports that go down and up, while transfers are under way on both rails."""
-    prefill, decode = pair
-    rng = random.Random(seed)
-    with (
-        prefill.connect(0) as first, prefill.connect(1, route=Route.DIRECT) as second,
-        decode.connect(0) as third, decode.connect(1) as fourth, ThreadPoolExecutor(1) as threads,
-    ):  # fmt: skip
-        streams = [stream(first, third), stream(second, fourth)]
-        for moving in streams:
-            moving.once()
+class Fault(NamedTuple):
+    kill: bool  # of queue pairs; else the port goes down and up
+    node: int
+    rail: int
+    gently: bool  # a kill: no end is told of it; a port: it stays down until its rail is taken over
 
-        def break_once() -> None:
-            node = rng.choice([prefill, decode])
-            device = rng.choice(node.devices)
-            if node.fabric is not None and rng.random() < 0.6:
-                rail_devices.break_connections(device, node.fabric, silently=rng.random() < 0.3)
-                return
+
+def faults(rng: random.Random) -> list[Fault]:
+    """Half of them kills, half of them ports; on either end, on either rail."""
+    wanted = [
+        Fault(kill, node=number % 2, rail=number // 2 % 2, gently=number % 3 != 2)
+        for kill in (True, False)
+        for number in range(FAULTS // 2)
+    ]
+    rng.shuffle(wanted)
+    return wanted
+
+
+class Breaker:
+    """Carries faults out, one after another, and waits until what is broken works again."""
+
+    def __init__(self, nodes: tuple[Node, Node]) -> None:
+        self.nodes = nodes
+        self.kills = self.flaps = 0
+
+    def carry_out(self, fault: Fault) -> None:
+        node, prefill, rail = self.nodes[fault.node], self.nodes[0], fault.rail
+        device = node.devices[rail]
+        if fault.kill:
+            silently = fault.gently and node.fabric is not None
+            self._until(  # between two connections there is none
+                lambda: rail_devices.break_connections(device, node.fabric, silently=silently) > 0,
+                "a queue pair is killed",
+            )
+            self.kills += 1
+        else:
             rail_devices.port(device, node.fabric, up=False)
             try:
-                until(lambda: rail(node, list(node.devices).index(device))["up"] is False, "it is seen", WAIT_S)
+                self._until(lambda: not rails(node)[rail]["up"], "the port is seen to be down")
+                if fault.gently:
+                    self._until(lambda: rails(prefill)[rail]["through"] != rail, "the rail is taken over")
             finally:
                 rail_devices.port(device, node.fabric, up=True)
+            self.flaps += 1
+            self._until(lambda: rails(node)[rail]["up"], "the port is seen to be up")
+        self._until(lambda: all(shown["through"] == n for n, shown in enumerate(rails(prefill))), "rails are their own")
 
-        for _ in range(BREAKS):
-            transfers = [moving.begin() for moving in streams]
-            streams[0].begun()
-            breaking = threads.submit(break_once)
-            for moving, transfer in zip(streams, transfers, strict=True):
-                moving.end(transfer)
-            breaking.result(4 * WAIT_S)
-            canaries = [patterns.content(NBYTES, 100 + moving.seed) for moving in streams]
-            for moving, canary in zip(streams, canaries, strict=True):
-                moving.link.destination.array[:] = canary
-            until(lambda: all(rail(prefill, r)["through"] == r for r in range(2)), "rails are their own again", WAIT_S)
-            for moving, canary in zip(streams, canaries, strict=True):
-                assert (moving.link.destination.array == canary).all()
-        assert counter(prefill, "connections_lost") >= BREAKS // 2
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        until(condition, what, WAIT_S, pause_s=LOOK_S)
+
+
+@pytest.mark.parametrize("seed", [1] if rail_devices.real() else [1, 2])
+def test_nothing_is_lost_wrong_or_late_whatever_breaks(
+    pair: tuple[Node, Node], seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Queue pairs that fail, and ports that go down and up, while transfers are under way."""
+    prefill, decode = pair
+    routes = [Route.RELAY] if rail_devices.real() else [Route.RELAY, Route.DIRECT]  # one CPU carries no more
+    breaker = Breaker(pair)
+    began = time.monotonic()
+    with ExitStack() as stack:
+        traffics = []
+        for rank, route in enumerate(routes):
+            sender = stack.enter_context(prefill.connect(rank, route=route))
+            receiver = stack.enter_context(decode.connect(rank))
+            traffics.append(Traffic(sender, receiver, range(2), FAULT_BYTES, BLOCK, WAIT_S))
+        with ExitStack() as running:
+            for traffic in traffics:
+                running.enter_context(traffic)
+            for fault in faults(random.Random(seed)):
+                for traffic in traffics:
+                    traffic.rail = fault.rail
+                for traffic in traffics:
+                    until(traffic.under_way, "a transfer is under way", 4 * WAIT_S, pause_s=0.001)
+                    traffic.check()
+                breaker.carry_out(fault)
+        for traffic in traffics:
+            traffic.last_look(LATE_S)
+        found = sum((traffic.found for traffic in traffics), Found())
         assert prefill.peer_states() == {decode.session: "connected"}
+    taken, rebuilt = times(prefill.log, r"rail\d"), times(prefill.log, "its own device")
+    with capsys.disabled():
+        print(
+            f"\n{breaker.kills} kills + {breaker.flaps} port flaps ({FAULTS}) in {found.transfers} transfers,"
+            f" {time.monotonic() - began:.0f} s: lost {found.lost} B (0), wrong {found.wrong} B (0), late {found.late}"
+            f" B (0), hangs {found.hangs} (0); {shown_times('taken over', taken, TAKEN_OVER_MS)};"
+            f" {shown_times('rebuilt', rebuilt, REBUILT_MS)}"
+        )
+    assert (breaker.kills, breaker.flaps) == (FAULTS // 2, FAULTS // 2)
+    assert (found.lost, found.wrong, found.late, found.hangs) == (0, 0, 0, 0)
 
 
 # ---- withdrawal and abort ----
