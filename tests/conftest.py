@@ -92,6 +92,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_configure() -> None:
     processes.adopt_orphans()
+    processes.begin_forks()
+
+
+def pytest_unconfigure() -> None:
+    processes.end_forks()
 
 
 @pytest.fixture(autouse=True)

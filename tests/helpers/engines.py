@@ -7,7 +7,6 @@ import json
 import os
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from helpers import processes
 from helpers.nodes import Node
+from helpers.processes import Process
 from helpers.waiting import until
 
 ANSWER_S: Final = 60.0
@@ -33,7 +33,7 @@ class EngineError(Exception):
 
 @dataclass
 class Engine:
-    process: subprocess.Popen[str]
+    process: Process
     log: Path
     forked: list[int] = field(default_factory=list)
     _received: bytes = b""

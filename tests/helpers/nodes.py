@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from helpers import processes, rail_devices
+from helpers.processes import Process
 from helpers.rail_devices import Device, Devices
 from helpers.verbs_stand_in import Fabric
 from helpers.waiting import LIMIT_S, until
@@ -92,7 +92,7 @@ class Node:
     session: str
     log_path: Path
     config_path: Path
-    process: subprocess.Popen[str]
+    process: Process
     devices: Sequence[Device] = ()  # of verbs rails
     fabric: Fabric | None = None
     ended: bool = False
@@ -147,15 +147,16 @@ class Node:
         return self.cli("errors")["errors"]  # type: ignore[no-any-return]
 
     def cli(self, verb: str, *arguments: str) -> dict[str, Any]:
-        found = subprocess.run(
-            [sys.executable, "-m", "railrelay.client.cli", verb, "--instance", self.instance, "--json", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-        assert found.returncode == 0, found.stderr
-        shown: dict[str, Any] = json.loads(found.stdout)
+        said = self.log_path.with_suffix(f".{verb}.log")
+        command = ["-m", "railrelay.client.cli", verb, "--instance", self.instance, "--json", *arguments]
+        process = processes.start(command, log=said, limit_s=int(LIMIT_S), pipes=True)
+        try:
+            assert process.stdout is not None
+            text = process.stdout.read()
+            assert process.wait(LIMIT_S) == 0, said.read_text()
+        finally:
+            processes.end(process)
+        shown: dict[str, Any] = json.loads(text)
         return shown
 
     def peer_states(self) -> dict[str, str]:

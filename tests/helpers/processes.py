@@ -12,9 +12,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, Protocol
 
-Process = subprocess.Popen[str]
+from helpers import forks
+from helpers.forks import Forked, Forks
 
 LIMIT_S: Final = 120
 TESTS: Final = Path(__file__).resolve().parent.parent
@@ -26,6 +27,25 @@ _LAUNCHER: Final = (
 )
 
 
+_forks: Forks | None = None
+
+
+class Process(Protocol):
+    """A child, started or forked."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> IO[str] | None: ...
+    @property
+    def stdout(self) -> IO[str] | None: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+
+
 def start(
     arguments: Sequence[str],
     *,
@@ -35,11 +55,13 @@ def start(
     pipes: bool = False,
     prefix: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-) -> subprocess.Popen[str]:
+) -> Process:
     """Starts ``python arguments`` with helpers importable. What it says goes to ``log``; with ``pipes`` its stdin and
     stdout are pipes. ``prefix``: a command that runs it, such as unshare."""
     found = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, **(environment or {}), "PYTHONPATH": found, "PYTHONUNBUFFERED": "1"}
+    if _forks is not None and not prefix and "LD_LIBRARY_PATH" not in (environment or {}):
+        return _forked(_forks, arguments, log, limit_s, pass_fds, variables, pipes=pipes)
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(limit_s)]
     command = [*launcher, sys.executable, *arguments]
     with log.open("ab") as output:
@@ -54,7 +76,44 @@ def start(
         )
 
 
-def end(process: subprocess.Popen[str]) -> int:
+def _forked(
+    server: Forks,
+    arguments: Sequence[str],
+    log: Path,
+    limit_s: int,
+    pass_fds: Sequence[int],
+    environment: Mapping[str, str],
+    *,
+    pipes: bool,
+) -> Forked:
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(log.open("ab")).fileno()
+        stdin, stdout, ours = stack.enter_context(open(os.devnull)).fileno(), output, None
+        if pipes:
+            (stdin, write_end), (read_end, stdout) = os.pipe(), os.pipe()
+            stack.callback(os.close, stdin)
+            stack.callback(os.close, stdout)
+            ours = os.fdopen(write_end, "w"), os.fdopen(read_end)
+        standard = (stdin, stdout, output)
+        pid = server.start(arguments, standard=standard, pass_fds=pass_fds, environment=environment, limit_s=limit_s)
+    return Forked(pid, *ours) if ours else Forked(pid)
+
+
+def begin_forks() -> None:
+    """Where children are forked, not started: before the first of them."""
+    global _forks
+    if forks.enabled():
+        _forks = Forks()
+
+
+def end_forks() -> None:
+    global _forks
+    if _forks is not None:
+        _forks.close()
+        _forks = None
+
+
+def end(process: Process) -> int:
     """Kills what still runs; the exit code."""
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)

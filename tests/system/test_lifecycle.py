@@ -6,6 +6,7 @@ import contextlib
 import grp
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def test_of_daemons_that_start_at_once_under_one_name_one_runs(nodes: Nodes) -> 
         [number] = [number for number, process in enumerate(running) if process.returncode is None]
         until(lambda: (nodes.directory / f"{number}.sock").exists(), "the other serves")
         Client.connect(nodes.directory / f"{number}.sock", rank=0).close()
-        running[number].terminate()
+        running[number].send_signal(signal.SIGTERM)
         assert running[number].wait(30) == 0
     finally:
         for process in running:

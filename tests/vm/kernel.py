@@ -24,7 +24,7 @@ _BUSYBOX: Final = Path("/bin/busybox")
 _MODULES: Final = (
     *("virtio_pci", "virtio_console", "virtio_rng", "9pnet_virtio", "9p", "overlay"),
     *("veth", "bridge", "sch_netem", "sch_plug"),
-    *("crc32_generic", "crc32_pclmul", "ib_uverbs", "rdma_ucm", "rdma_rxe"),
+    *("crc32_generic", "ib_uverbs", "rdma_ucm", "rdma_rxe"),
 )
 _XZ: Final = b"\xfd7zXZ\0"
 _ELF: Final = b"\x7fELF"

@@ -1,10 +1,10 @@
 """Real RDMA verbs without an RDMA NIC: boots a virtual machine with soft-RoCE devices as rails, runs the tests of
-tests/verbs in it, and exits with pytest's status. All further arguments go to pytest; paths among them replace
-tests/verbs.
+tests/verbs in it and what tests/system demands of every NIC, and exits with pytest's status. All further arguments go
+to pytest; paths among them replace these tests.
 
 Takes about a minute to prepare the first time, then 10 to 120 s to boot. The machine is emulated, needs no privileges
-and changes no file of the host. Other statuses: 5, no test was run, be it that all skipped; 123, something is missing;
-124, over the limit; 125, the machine did not boot; 126, it crashed."""
+and changes no file of the host. Other statuses: 5, no test was run of a folder or file that should be, be it that all
+skipped; 123, something is missing; 124, over the limit; 125, the machine did not boot; 126, it crashed."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ NOTHING_RAN: Final = 5
 NOT_PREPARED: Final = 123
 _LIMIT_S: Final = 840
 _STACKS_S: Final = 360  # a test of this length hangs; shorter ones are only emulated
+_TESTS: Final = (
+    "tests/verbs",
+    *(f"tests/system/test_{name}.py" for name in ("conformance", "settling", "lost_connections")),
+)
 _CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "railrelay-vm"
 
 
@@ -80,7 +84,7 @@ def _run(args: argparse.Namespace, pytest_args: list[str], machine: Machine, pyt
         "LANG": "C.UTF-8",
         "TMPDIR": "/run/tmp",
         "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "RAILRELAY_TEST_FORKS": "1",
         "RAILRELAY_VERBS_RAILS": ",".join(f"{device}={address}" for device, address in addresses(args.rails).items()),
     }
     if args.shell:
@@ -98,17 +102,19 @@ def _run(args: argparse.Namespace, pytest_args: list[str], machine: Machine, pyt
         _say(f"run: not done within {args.limit:g} s")
     elif status == CRASHED:
         _say(f"run: the machine crashed; the last that it said:\n{machine.tail()}")
-    if status == 0 and args.bench:
+    if args.bench and (machine.folder / "figures.json").exists():
         print(json.dumps(json.loads((machine.folder / "figures.json").read_text())))
-    if status == 0 and not args.shell and not args.bench and _ran(machine.folder / "junit.xml") == 0:
-        _say("run: no test was run")
-        return NOTHING_RAN
+    if status == 0 and not args.shell and not args.bench:
+        missing = _not_run(machine.folder / "junit.xml", () if pytest_args else _TESTS)
+        if missing:
+            _say(f"run: no test was run of {', '.join(missing)}")
+            return NOTHING_RAN
     return status
 
 
 def _pytest(python: Path, args: list[str]) -> list[str]:
     named = any("/" in arg and (ROOT / arg.partition("::")[0]).exists() for arg in args)  # -k client is no path
-    paths = [] if named else ["tests/verbs"]
+    paths = [] if named else _TESTS
     # hypothesis works without its plugin, which takes 20 s to load under emulation
     left_out = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     slow = ["-o", f"faulthandler_timeout={_STACKS_S}"]
@@ -116,9 +122,12 @@ def _pytest(python: Path, args: list[str]) -> list[str]:
     return [str(python), "-m", "pytest", *left_out, *slow, *color, "--junitxml=/run/vm/junit.xml", *args, *paths]
 
 
-def _ran(report: Path) -> int:
-    suites = ElementTree.parse(report).getroot().iter("testsuite")
-    return sum(int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) for suite in suites)
+def _not_run(report: Path, wanted: Sequence[str]) -> list[str]:
+    """Those of ``wanted`` of which every test was skipped, or there is none; "tests" if there is none at all."""
+    cases = ElementTree.parse(report).getroot().iter("testcase")
+    ran = {case.get("classname", "") for case in cases if case.find("skipped") is None}
+    modules = {path: path.removesuffix(".py").replace("/", ".") for path in (*wanted, "tests")}
+    return [path for path, name in modules.items() if not any(f"{one}.".startswith(f"{name}.") for one in ran)]
 
 
 def _say(text: str) -> None:
