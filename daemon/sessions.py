@@ -541,7 +541,9 @@ class Sessions:
 
     def frame_settled(self, connection: int, sequence: int, result: int) -> None:
         """The owner has copied a frame that had arrived before the fence, or never will."""
-        fenced = self._unsettled[connection]
+        fenced = self._unsettled.get(connection)
+        if fenced is None:  # of a sender that had more frames under way than it may
+            return
         fenced.results[sequence] = result
         fenced.unsettled.discard(sequence)
         fenced.news.set()

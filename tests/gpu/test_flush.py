@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ from helpers import gpus, patterns, rail_devices
 from helpers.engines import Engines
 from helpers.gpus import Card, Control, Memory
 from helpers.nodes import Node, Nodes
+from helpers.raw_client import RawClient
 from helpers.verbs_stand_in import Fabric
 from helpers.waiting import until
 
-from railrelay.client import Client, RelayError, RemoteRegion, Transfer, WaitTimeout
+from railrelay.client import Client, RelayError, RemoteRegion, Transfer, WaitTimeout, cuda, protocol
 
 pytestmark = [
     pytest.mark.gpu,
@@ -206,6 +208,37 @@ def test_a_key_of_a_killed_client_is_replaced(receiving: Receiving, gpu: Card, e
         assert receiving.moved(memory, remote) > 0
         receiving.waits_for_a_read(memory, remote)
     until(lambda: receiving.registered()[0] < with_both - 1, "nothing of either is left")
+
+
+def test_what_a_client_says_of_its_gpu_counts_for_itself_alone(receiving: Receiving, gpu: Card) -> None:
+    """One that offers other memory as that of the GPU: reads of it make sure of nothing there."""
+    with RawClient(receiving.decode.socket, rank=1) as liar, receiving.decode.connect(0, gpu=gpu.ordinal) as receiver:
+        liar.attach()
+        pages = os.memfd_create("pages of its own")
+        os.ftruncate(pages, PAGE)
+        request = protocol.Register(
+            liar.new_id(),
+            1 << 40,
+            PAGE,
+            False,
+            0,
+            0,
+            True,
+            memory="device",
+            device=cuda.uuid_of(gpu.ordinal),
+            dmabuf=True,
+        )
+        liar.ask(request, protocol.Registered, (pages,))
+        os.close(pages)
+        before = receiving.registered()[0]
+        memory = gpus.make(receiver, NBYTES, "gpu", gpu)
+        assert receiving.registered()[0] == before + 2  # it, and a key of it for the reads
+        remote = receiving.sender.open(memory.offer())
+        assert receiving.moved(memory, remote) % 2 == 0
+        with_both = receiving.registered()[0]
+        liar.close()
+        until(lambda: receiving.registered()[0] == with_both - 2, "nothing of the other is left")
+        receiving.waits_for_a_read(memory, remote)
 
 
 def test_a_change_waits_for_reads_that_are_under_way(receiving: Receiving, gpu: Card) -> None:
