@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -365,3 +366,29 @@ def test_a_daemon_killed_in_the_middle_of_copies(
         sender.ask("rename", old=f"n{number}", new="a")
         receiver.ask("rename", old=f"n{number}", new="a")
     assert processes.alive(sender.pid)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_gpu_memory_is_registered_again_with_the_next_daemon(
+    two: tuple[Node, Node, Engine, Engine], nodes: Nodes, side: int
+) -> None:
+    """By the client itself, killed in the middle of copies or at rest; lanes and bounce memory have copiers again."""
+    killed: Node = two[0] if side == 0 else two[1]
+    port = killed.session.rpartition(":")[2]
+    killed.config_path.write_text(killed.config_path.read_text().replace("[node]\n", f"[node]\nport = {port}\n", 1))
+    sender, receiver = two[2:]
+    linked(sender, receiver)
+    assert moves(sender, receiver)
+    for number in range(3):
+        sender.ask("write", transfer="k", source="a", remote="a", blocks=BLOCKS, block_bytes=BLOCK_BYTES)
+        killed.kill()
+        killed = nodes.again(killed)
+        assert (sender, receiver)[side].ask("wait_attached") == number + 2
+        with contextlib.suppress(EngineError):
+            sender.ask("wait", transfer="k")
+        assert sender.ask("state", transfer="k")["result"] in ("OK", "DAEMON_GONE", "PEER_LOST", "REGION_GONE")
+        receiver.ask("fill", name="a", seed=99)
+        sender.ask("open", name="a", offer=receiver.ask("offer", name="a"))
+        assert moves(sender, receiver, seed=number)
+    for engine in (sender, receiver):
+        assert engine.ask("card_works")

@@ -69,6 +69,13 @@ class EngineProcess:
         source = patterns.content(blocks * block_bytes, source_seed)
         return patterns.arrived(source, self._arrays[name], blocks, block_bytes, seed)
 
+    def wait_attached(self, timeout: float = 30.0) -> int:
+        return self.client.wait_attached(timeout)
+
+    def offer(self, name: str) -> str:
+        offer: bytes = self._regions[name].offer()
+        return offer.hex()
+
     def open(self, name: str, offer: str) -> None:
         self._remotes[name] = self.client.open(bytes.fromhex(offer))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -225,6 +226,34 @@ def test_a_rail_that_reaches_nobody_though_its_ports_are_up_is_taken_over(pair: 
             assert rail(prefill)["through"] == 1
             assert rail(prefill)["up"]
         until(lambda: rail(prefill)["through"] == 0, "the rail is back")
+        moving.once()
+
+
+@stand_in_only
+@pytest.mark.parametrize("point", ["daemon.takeover.carries", "daemon.takeover.returning"])
+def test_a_daemon_that_dies_while_a_rail_is_taken_over_or_comes_back_begins_anew(nodes: Nodes, point: str) -> None:
+    prefill, decode = nodes.pair((2, 2), timeouts=TIMEOUTS)
+    text = prefill.config_path.read_text()
+    prefill.config_path.write_text(text.replace("[node]\n", f'[node]\nfault = "{point}"\n'))
+    assert prefill.terminate() == 0
+    doomed = nodes.again(prefill)
+    with doomed.connect(0) as sender, decode.connect(0) as receiver:
+        moving = stream(sender, receiver)
+        moving.once()
+        transfer = moving.begin(tag=9)
+        rail_devices.port(prefill.devices[0], prefill.fabric, up=False)
+        if point == "daemon.takeover.returning":
+            moving.end(transfer)
+            rail_devices.port(prefill.devices[0], prefill.fabric, up=True)
+        assert doomed.wait() == -signal.SIGKILL
+        until(lambda: transfer.done, "the transfer ends")
+        prefill.config_path.write_text(text)
+        nodes.again(prefill)
+        sender.wait_attached(WAIT_S)
+        receiver.receiver.abort(9)
+        moving.link.remote = sender.open(moving.link.destination.offer())
+        moving.once()
+        rail_devices.port(prefill.devices[0], prefill.fabric, up=True)
         moving.once()
 
 
