@@ -128,7 +128,8 @@ class Region:
         connection = attachment.connection
         connection.check_process()
         if self._in_core and not attachment.has_ended:
-            with core_errors():  # first, so that no transfer begins that reads it while the daemon lets go of it
+            # First, so that no transfer begins that reads it while the daemon lets go of it.
+            with contextlib.suppress(DaemonGone), core_errors():
                 attachment.core.remove_region(self.index)
         self._in_core = False
         faults.point("client.region.removed")

@@ -122,7 +122,7 @@ class Campaign:
             if at == 0:
                 self._random.shuffle(points)
             if at < len(points):
-                self._at_point(points[at], 1 if lap == 0 else self._random.choice([1, 2, 5]))
+                self._at_point(points[at], lap)
             else:
                 self._at_random()
             cycles += 1
@@ -131,6 +131,7 @@ class Campaign:
             if time.monotonic() - told > 5:
                 told = time.monotonic()
                 self._progress(kills)
+        self.tally.missed = sorted(set(points) - set(self.tally.reached))
         self._check()
         self._end()
 
@@ -145,8 +146,9 @@ class Campaign:
 
     # ---- a kill ----
 
-    def _at_point(self, point: str, passage: int) -> None:
-        order = f"{point}:{passage}"
+    def _at_point(self, point: str, lap: int) -> None:
+        often = lap > 0 and self._hints.get(point, "").startswith("traffic")
+        order = f"{point}:{self._random.choice([1, 2, 5]) if often else 1}"
         kind = point.split(".")[0]
         ways = self._client_ways() if kind == "client" else self._daemon_ways()
         likely = next((way for prefix, way in _LIKELY.items() if point.startswith(prefix)), "traffic")
@@ -158,7 +160,6 @@ class Campaign:
                 self.tally.reached[point] += 1
                 self._recover(self._since)
                 return
-        self.tally.missed.append(point)
 
     def _client_ways(self) -> list[Way]:
         engines = self._random.sample(range(ENGINES), ENGINES)
@@ -191,7 +192,7 @@ class Campaign:
         if kill:
             self._kill(kill)
         if stop:
-            self._silence(self._children[stop])
+            self._silence(stop)
         if self._dies(child, _TURN_S if kill or stop else _PASSES_S):
             self._start(name)
             return child
@@ -204,12 +205,19 @@ class Campaign:
         self._expected.discard(child.pid)
         return None
 
-    def _silence(self, child: Child) -> None:
+    def _silence(self, name: str) -> None:
+        """A daemon answers nothing for a while, and what waits for it times out: it is asked to fence."""
+        child = self._children[name]
+        engines = [engine for other, engine in self._children.items() if other.startswith("engine")]
+        for engine in engines:
+            engine.command("hurry")
         child.signal(signal.SIGSTOP)
         deadline = time.monotonic() + _SILENCE_S
         while (left := deadline - time.monotonic()) > 0:
             self._pump(left)
         child.signal(signal.SIGCONT)
+        for engine in engines:
+            engine.command("calm")
 
     def _from_start(self, name: str, order: str) -> Child | None:
         self._kill(name, order)

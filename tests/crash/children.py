@@ -176,6 +176,9 @@ class Engine:
                         self.report("paused", attachments=client.attachments)
                     case "resume":
                         self._running.set()
+                    case "hurry" | "calm" as mood:
+                        for sender in senders:
+                            sender.hurried = mood == "hurry"
                     case "end":
                         break
         self._stopped = True
