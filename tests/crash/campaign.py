@@ -196,14 +196,23 @@ class Campaign:
         if self._dies(child, _TURN_S if kill or stop else _PASSES_S):
             self._start(name)
             return child
-        child.arm("")
-        if kill:
-            self._recover(self._since)
-        if self._dies(child, 0.02):
+        if self._dies_disarmed(child):
             self._start(name)
             return child
         self._expected.discard(child.pid)
+        if kill or stop:
+            self._recover(self._since)
         return None
+
+    def _dies_disarmed(self, child: Child) -> bool:
+        """Whether it has passed the point before it heard that it need not."""
+        child.arm("")
+        deadline = time.monotonic() + LIMIT_S
+        while child not in self._dead and not child.has_armed():
+            if time.monotonic() > deadline:
+                self._hang(f"{child.name} handles no signal")
+            self._pump(0.01)
+        return self._dies(child, 0.05)
 
     def _silence(self, name: str) -> None:
         """A daemon answers nothing for a while, and what waits for it times out: it is asked to fence."""
@@ -226,11 +235,11 @@ class Campaign:
         if self._dies(child, _TURN_S):
             self._start(name)
             return child
-        child.arm("")
-        self._recover(self._since)
-        if child in self._dead or child is not self._children[name]:
+        if self._dies_disarmed(child):
+            self._start(name)
             return child
         self._expected.discard(child.pid)
+        self._recover(self._since)
         return None
 
     def _at_random(self) -> None:
@@ -431,10 +440,9 @@ class Campaign:
     def close(self) -> None:
         """Whatever happened: kills what runs and removes what it leaves."""
         for child in self._children.values():
-            if child not in self._dead:
+            if not child.reaped:
                 child.signal(signal.SIGKILL)
-                with contextlib.suppress(ChildProcessError):
-                    child.reap()
+                child.reap()
         self._children.clear()
         for instance in self._instances:
             for path in SHM.glob(f"railrelay.{instance}.*"):

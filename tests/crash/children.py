@@ -40,13 +40,20 @@ class Child:
     order: mmap.mmap
     log: Path
     unread: bytes = b""
+    reaped: bool = False
 
     def arm(self, text: str) -> None:
         """It kills itself at that fault point; "" for none."""
         _write(self.order, text)
         self.signal(signal.SIGUSR1)
 
+    def has_armed(self) -> bool:
+        """Whether it has done what arm() said."""
+        return self.order[-1] == 1
+
     def signal(self, number: int) -> None:
+        if self.reaped:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
@@ -65,6 +72,7 @@ class Child:
     def reap(self) -> int:
         """Waits for its end; negative: the signal that ended it."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.reaped = True
         for fd in (self.pidfd, self.reports, self.commands):
             os.close(fd)
         self.order.close()
@@ -80,6 +88,11 @@ class Child:
 def _write(order: mmap.mmap, text: str) -> None:
     order.seek(0)
     order.write(text.encode().ljust(len(order), b"\0"))
+
+
+def _obey(order: mmap.mmap) -> None:
+    faults.arm(bytes(order[:-1]).rstrip(b"\0").decode())
+    order[-1] = 1
 
 
 def fork(name: str, log: Path, order_text: str, work: Callable[[int, int], int]) -> Child:
@@ -107,7 +120,7 @@ def fork(name: str, log: Path, order_text: str, work: Callable[[int, int], int])
                     os.close(fd)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-        signal.signal(signal.SIGUSR1, lambda *_: faults.arm(bytes(order[:]).rstrip(b"\0").decode()))
+        signal.signal(signal.SIGUSR1, lambda *_: _obey(order))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         faults.arm(order_text)
         code = work(reporting, commanded)
