@@ -282,6 +282,7 @@ struct rr_path {
     struct rr_flow *flow_first, *flow_last; /* flows with queued slices, next to be served first */
     uint32_t peer, remote_rail, class_;
     uint32_t active, wanted, broken, epoch;
+    uint32_t unfinished; /* stopped in the middle of a frame to give others their turn: to be visited again */
 };
 
 struct rr_command {
@@ -476,6 +477,7 @@ void rr_rail_command(struct rr_rail *rail, struct rr_command command); /* main t
 void rr_rail_wake(struct rr_rail *rail);                               /* any thread */
 struct rr_path *rr_path_of(struct rr_rail *rail, uint32_t peer, uint32_t remote_rail, uint32_t class_);
 void rr_path_queue(struct rr_rail *rail, struct rr_work *work, int front);
+void rr_path_activate(struct rr_rail *rail, struct rr_path *path); /* the rail visits it in each cycle, until it has nothing left */
 /* The next slice of a path by deficit round robin over its flows; NULL if none waits. */
 struct rr_work *rr_path_next(struct rr_rail *rail, struct rr_path *path);
 void rr_work_done(struct rr_rail *rail, struct rr_work *work, uint32_t result);

@@ -108,6 +108,14 @@ static void push_flow(struct rr_path *path, struct rr_flow *flow)
     path->flow_last = flow;
 }
 
+void rr_path_activate(struct rr_rail *rail, struct rr_path *path)
+{
+    if (path->active) return;
+    path->active = 1;
+    path->next_active = rail->active;
+    rail->active = path;
+}
+
 void rr_path_queue(struct rr_rail *rail, struct rr_work *work, int front)
 {
     struct rr_path *path = rr_path_of(rail, work->peer, work->remote_rail, work->class_);
@@ -132,11 +140,7 @@ void rr_path_queue(struct rr_rail *rail, struct rr_work *work, int front)
         flow->next = NULL;
         push_flow(path, flow);
     }
-    if (!path->active) {
-        path->active = 1;
-        path->next_active = rail->active;
-        rail->active = path;
-    }
+    rr_path_activate(rail, path);
     want_connection(rail, path);
 }
 
@@ -354,23 +358,47 @@ static int64_t nap_of(uint64_t waited_ns)
     return (int64_t)(nap_ns < 20000 ? 20000 : nap_ns > 1000000 ? 1000000 : nap_ns);
 }
 
+/* 1: it stays active. */
+static int visit(struct rr_rail *rail, struct rr_path *path, int *work_count)
+{
+    *work_count += rail->nic->ops->post(rail->nic, path);
+    while (path->flow_first && !path->flow_first->first) drop_flow(path);
+    if (path->flow_first) want_connection(rail, path);
+    if (path->flow_first || path->unfinished) return 1;
+    path->active = 0;
+    return 0;
+}
+
+/* All that is small, then of the rest one path that has something to send: what is small then waits for one visit,
+ * however many peers there are. */
 static int post(struct rr_rail *rail)
 {
-    int work_count = 0;
+    int small_count = 0, work_count = 0;
     struct rr_path **link = &rail->active;
     while (*link) {
         struct rr_path *path = *link;
-        work_count += rail->nic->ops->post(rail->nic, path);
-        while (path->flow_first && !path->flow_first->first) drop_flow(path);
-        if (!path->flow_first) {
-            path->active = 0;
+        if (path->class_ && !visit(rail, path, &small_count))
             *link = path->next_active;
-        } else {
-            want_connection(rail, path);
+        else
             link = &path->next_active;
-        }
     }
-    return work_count;
+    struct rr_path *visited = NULL, **last = &visited;
+    link = &rail->active;
+    while (*link && !work_count) {
+        struct rr_path *path = *link;
+        if (path->class_) {
+            link = &path->next_active;
+            continue;
+        }
+        *link = path->next_active;
+        path->next_active = NULL;
+        if (!visit(rail, path, &work_count)) continue;
+        *last = path;
+        last = &path->next_active;
+    }
+    while (*link) link = &(*link)->next_active;
+    *link = visited;
+    return small_count + work_count;
 }
 
 static int still_landing(struct rr_rail *rail, const struct rr_deferred *deferred)

@@ -113,6 +113,19 @@ void tcp_touch(const struct iovec *pieces, uint32_t count)
     }
 }
 
+/* How many of the pieces remain if there are to be `bytes` of them at most, above 0. */
+uint32_t tcp_cut(struct iovec *pieces, uint32_t count, uint64_t bytes)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        if (pieces[i].iov_len >= bytes) {
+            pieces[i].iov_len = bytes;
+            return i + 1;
+        }
+        bytes -= pieces[i].iov_len;
+    }
+    return count;
+}
+
 void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error)
 {
     struct rr_rail *rail = base->rail;
@@ -144,7 +157,11 @@ static int tcp_poll(struct rr_nic *base, int64_t timeout_ns)
         if (c->role == SENDER) {
             if (events[i].events & EPOLLOUT) c->blocked = 0;
             work_count += tcp_read_replies(nic, c);
-            if (c->fd >= 0 && !c->blocked && (c->writing || c->grants.granted || c->grants.return_count || rr_grants_waiting(&c->grants))) work_count += tcp_post(base, c->path);
+            if (c->fd >= 0 && !c->blocked && (c->writing || c->grants.granted || c->grants.return_count || rr_grants_waiting(&c->grants))) {
+                c->path->unfinished = 1;
+                rr_path_activate(base->rail, c->path);
+                work_count++;
+            }
         } else {
             if (events[i].events & EPOLLOUT) tcp_flush_replies(nic, c);
             if (events[i].events & ~(uint32_t)EPOLLOUT) work_count += tcp_read_frames(nic, c);

@@ -15,7 +15,7 @@
 #define REPLY_GRANT 2u
 #define PIECES_PER_CALL 1022u
 #define LOOKAHEAD_BYTES 8192u
-#define VISIT_BYTES (8u << 20) /* moved for one connection before others get their turn */
+#define VISIT_BYTES (1u << 20) /* moved for one connection before others get their turn */
 #define SCRATCH_BYTES 65536u
 #define EVENTS_PER_POLL 64
 #define RECEIVE_WAKE_BYTES 262144u /* a receiver in the middle of a frame sleeps until this much more is there */
@@ -112,6 +112,7 @@ struct rr_connection *tcp_add_connection(struct tcp_nic *nic, uint64_t id, enum 
 void tcp_close_socket(struct tcp_nic *nic, struct rr_connection *c);
 void tcp_free_connection(struct tcp_nic *nic, struct rr_connection *c);
 void tcp_touch(const struct iovec *pieces, uint32_t count);
+uint32_t tcp_cut(struct iovec *pieces, uint32_t count, uint64_t bytes);
 void tcp_lose(struct rr_nic *base, struct rr_connection *c, int error);
 
 /* tcp_sender.c */

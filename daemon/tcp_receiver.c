@@ -197,8 +197,9 @@ static void payload_from_lookahead(struct tcp_nic *nic, struct rr_connection *c)
     }
 }
 
-/* One read from the socket, into whatever the stage needs and what follows it into the look-ahead. */
-static ssize_t read_more(struct tcp_nic *nic, struct rr_connection *c)
+/* One read from the socket, into whatever the stage needs, at most so much of a payload, and what follows it into the
+ * look-ahead. */
+static ssize_t read_more(struct tcp_nic *nic, struct rr_connection *c, uint64_t most)
 {
     struct iovec iov[PIECES_PER_CALL + 2];
     uint32_t count = 0;
@@ -217,6 +218,7 @@ static ssize_t read_more(struct tcp_nic *nic, struct rr_connection *c)
         uint32_t pieces = c->iov_count - c->iov_at;
         if (pieces > PIECES_PER_CALL) pieces = PIECES_PER_CALL;
         memcpy(iov, c->iov + c->iov_at, pieces * sizeof *iov);
+        pieces = tcp_cut(iov, pieces, most);
         count = pieces;
         for (uint32_t i = 0; i < pieces; i++) wanted += iov[i].iov_len;
         to_end = wanted == c->payload_left;
@@ -297,7 +299,7 @@ int tcp_read_frames(struct tcp_nic *nic, struct rr_connection *c)
             tcp_lose(&nic->base, c, EPROTO);
             break;
         }
-        ssize_t got = moved < VISIT_BYTES ? read_more(nic, c) : -EAGAIN;
+        ssize_t got = moved < VISIT_BYTES ? read_more(nic, c, VISIT_BYTES - moved) : -EAGAIN;
         if (got == -EAGAIN) {
             set_wake_bytes(c);
             break;

@@ -100,13 +100,14 @@ static void abandon_written(struct tcp_nic *nic, struct rr_client *client)
     }
 }
 
-/* Writes what the socket takes of the current frame: 1 wrote all of it, 0 blocked, -1 lost. */
+/* Writes what the socket and the visit take of the current frame: 1 wrote all of it, 0 not all, -1 lost. */
 static int write_frame(struct tcp_nic *nic, struct rr_connection *c, uint64_t *moved)
 {
     struct rr_rail *rail = nic->base.rail;
     struct rr_work *work = c->current;
     struct iovec iov[PIECES_PER_CALL + 2];
     while (c->writing) {
+        if (*moved >= VISIT_BYTES) return 0;
         uint32_t count = 0;
         if (c->out_sent < sizeof c->out) {
             iov[count].iov_base = (uint8_t *)&c->out + c->out_sent;
@@ -126,6 +127,7 @@ static int write_frame(struct tcp_nic *nic, struct rr_connection *c, uint64_t *m
                 iov[count].iov_base = (uint8_t *)iov[count].iov_base + c->piece_sent;
                 iov[count].iov_len -= c->piece_sent;
             }
+            pieces = tcp_cut(iov + count, pieces, VISIT_BYTES - *moved);
         }
         struct msghdr message = {.msg_iov = iov, .msg_iovlen = count + pieces};
         ssize_t sent = sendmsg(c->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -179,6 +181,7 @@ static int write_frame(struct tcp_nic *nic, struct rr_connection *c, uint64_t *m
 int tcp_post(struct rr_nic *base, struct rr_path *path)
 {
     struct rr_connection *c = path->connection;
+    path->unfinished = 0;
     if (!c || c->blocked) return 0;
     uint64_t moved = 0;
     int work_count = 0;
@@ -187,7 +190,12 @@ int tcp_post(struct rr_nic *base, struct rr_path *path)
         work_count++;
         int status = write_frame(tcp(base), c, &moved);
         rr_rail_time_passes(base->rail);
-        if (status <= 0) break;
+        if (status < 0) return work_count;
+        if (!status) break;
+    }
+    if (c->writing && !c->blocked) {
+        path->unfinished = 1;
+        rr_path_activate(base->rail, path);
     }
     return work_count;
 }
