@@ -207,6 +207,10 @@ class Node:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        if self._process.returncode == -signal.SIGKILL:  # nobody comes after it under its name
+            for name in os.listdir(_SHM_DIRECTORY):
+                if name.startswith(f"railrelay.{self.instance}."):
+                    Path(_SHM_DIRECTORY, name).unlink(missing_ok=True)
 
     def _ready_line(self, ready: int, limit_s: float) -> bytes:
         deadline = time.monotonic() + limit_s
