@@ -51,7 +51,7 @@ class Series:
         self.values.append(levels)
 
     def judged(self) -> list[dict[str, Any]]:
-        """One row a level: first, last, the rise of the fitted line, its limit."""
+        """One row a level: first, last, the rise of the fitted line, its limit. Too few looks are not flat."""
         warm = int(len(self.at_s) * WARM_SHARE)
         rows = []
         for what, limit in self.limits.items():
@@ -68,7 +68,8 @@ class Series:
                     "last": int(values[-1]) if len(values) else 0,
                     "rise": rise,
                     "limit": limit,
-                    "flat": rise <= limit,
+                    "looks": len(values),
+                    "flat": rise <= limit and len(values) >= FEWEST,
                 }
             )
         return rows
