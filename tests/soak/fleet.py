@@ -163,6 +163,8 @@ class Fleet:
         self.areas = areas
         self.running: list[Node] = []
         self.stopped = [False, False]
+        self._opening: set[asyncio.Task[None]] = set()
+        self._opened: dict[tuple[Engine, Engine], tuple[int, int]] = {}  # sender and receiver -> their epochs
         self.engines = [
             Engine(
                 f"{side}-{rank}",
@@ -213,6 +215,7 @@ class Fleet:
     async def _open(self, one: Engine, other: Engine) -> None:
         """A daemon that has just come back may not be reachable yet, or go again: the traffic finds out."""
         epochs = one.epoch, other.epoch
+        self._opened.pop((one, other), None)
         for attempt in range(8):
             try:
                 await one.ask("open", peer=other.name, offers={kind: other.offers[kind] for kind in KINDS})
@@ -223,7 +226,20 @@ class Fleet:
                     return
                 await asyncio.sleep(0.1 * (attempt + 1))
             else:
+                self._opened[one, other] = epochs
                 return
+
+    def know_each_other(self, one: Engine, other: Engine) -> bool:
+        """Whether ``one`` has opened the present memory of ``other``."""
+        return self._opened.get((one, other)) == (one.epoch, other.epoch)
+
+    def lost(self, one: Engine, other: Engine) -> None:
+        """A transfer ended because the peer or its region was gone: it is opened again, as an engine would."""
+        if self.know_each_other(one, other) and one.attached and other.attached:
+            del self._opened[one, other]
+            task = asyncio.create_task(self._open(one, other))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
 
     async def restart_engine(self, engine: Engine) -> None:
         await engine.kill()

@@ -19,6 +19,7 @@ from soak.fleet import Engine, EngineGone, EngineRefused, Fleet
 HANG_S: Final = 60.0
 NOTE_SHARE: Final = 0.1
 QUIET_RESULTS: Final = frozenset({"OK", "CANCELLED", "ABORTED", "TIMED_OUT"})
+LOST: Final = frozenset({"REFUSED", "REGION_GONE", "PEER_LOST"})
 DISTURBED_S: Final = 20.0  # so long after a fault its consequences may be seen
 
 
@@ -104,6 +105,8 @@ class Traffic:
         if len(engines) < 2:
             return False
         sender, receiver = self._rng.sample(engines, 2)
+        if not self.fleet.know_each_other(sender, receiver):
+            return False
         kind = self._rng.choice(self._kinds)
         key = (receiver, receiver.epoch, kind)
         free = self._free.setdefault(key, list(range(self.fleet.areas)))
@@ -300,6 +303,8 @@ class Flight:
         ended = self._result(sending)
         result = ended["result"] if ended is not None else "SENDER_GONE"
         found.results[result] += 1
+        if result in LOST:
+            self.traffic.fleet.lost(self.sender, self.receiver)
         if ended is not None and result == "OK":
             self.traffic.took(ended["ms"])
         expected = QUIET_RESULTS if self.may_end_early else {"OK"}
