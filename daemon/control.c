@@ -720,6 +720,16 @@ int rr_plane_drop_peer(struct rr_plane *plane, uint32_t peer, uint32_t result, u
     return 0;
 }
 
+/* Every rail has answered the drop: none looks at what its clients have aborted. */
+int rr_plane_forget_peer(struct rr_plane *plane, uint32_t peer)
+{
+    if (peer >= plane->max_peers) return -ENOENT;
+    struct rr_tombstones *set = plane->peers[peer].tombstones;
+    rr_store_release_pointer((void **)&plane->peers[peer].tombstones, NULL);
+    free_tombstones(set);
+    return 0;
+}
+
 static void run_fail_nic(struct rr_rail *rail, struct rr_command *command)
 {
     if (rail->nic->ops->fail) rail->nic->ops->fail(rail->nic, (uint32_t)command->a);

@@ -218,6 +218,7 @@ class Peers:
                     plane.remove_remote(client.row, remote.index)
         if peer.instance:
             await self._ctx.commands.to_all(lambda cookie: plane.drop_peer(peer.row, Result.PEER_LOST, cookie))
+            plane.forget_peer(peer.row)
         self._senders = {number: sender for number, sender in self._senders.items() if sender.peer is not peer}
         self._takeover.forget(peer)
         for rail in self._ctx.verbs.ports:

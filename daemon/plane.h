@@ -424,6 +424,7 @@ int rr_plane_close_sender(struct rr_plane *plane, uint32_t rail, uint64_t connec
 int rr_plane_fail_path(struct rr_plane *plane, uint32_t rail, uint32_t peer, uint32_t remote_rail, int express, uint32_t result,
                        uint64_t cookie);
 int rr_plane_drop_peer(struct rr_plane *plane, uint32_t peer, uint32_t result, uint64_t cookie);
+int rr_plane_forget_peer(struct rr_plane *plane, uint32_t peer);
 int rr_plane_fence_receiver(struct rr_plane *plane, uint32_t rail, uint64_t connection);
 int rr_plane_fence_acks(struct rr_plane *plane, uint64_t connection, struct rr_ack *acks); /* count or -1; forgets them */
 int rr_plane_add_export(struct rr_plane *plane, uint32_t handle, uint32_t session, uint32_t client, uint32_t region, uint64_t bytes);

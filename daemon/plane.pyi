@@ -228,6 +228,8 @@ class DataPlane:
         """Fails the slices that wait for a connection on this path (not the posted ones)."""
     def drop_peer(self, peer: int, result: int, cookie: int) -> None:
         """Fails everything for the peer, posted included, with ``result`` and closes its sender connections. All rails answer."""
+    def forget_peer(self, peer: int) -> None:
+        """Frees what was kept of a peer, once drop_peer() has been answered."""
 
     # sessions (receiving side)
     def add_receiver(self, rail: int, connection: int, session: int, fd: int) -> None:

@@ -107,6 +107,7 @@ cdef extern from "plane.h" nogil:
     int rr_plane_close_sender(rr_plane *, uint32_t rail, uint64_t connection)
     int rr_plane_fail_path(rr_plane *, uint32_t rail, uint32_t peer, uint32_t remote_rail, int express, uint32_t result, uint64_t cookie)
     int rr_plane_drop_peer(rr_plane *, uint32_t peer, uint32_t result, uint64_t cookie)
+    int rr_plane_forget_peer(rr_plane *, uint32_t peer)
     int rr_plane_fence_receiver(rr_plane *, uint32_t rail, uint64_t connection)
     int rr_plane_fence_acks(rr_plane *, uint64_t connection, rr_ack *acks)
     int rr_plane_add_export(rr_plane *, uint32_t handle, uint32_t session, uint32_t client, uint32_t region, uint64_t bytes)
@@ -577,6 +578,9 @@ cdef class DataPlane:
 
     def drop_peer(self, uint32_t peer, uint32_t result, uint64_t cookie):
         check(rr_plane_drop_peer(self.plane, peer, result, cookie))
+
+    def forget_peer(self, uint32_t peer):
+        check(rr_plane_forget_peer(self.plane, peer))
 
     def add_receiver(self, uint32_t rail, uint64_t connection, uint32_t session, int fd):
         check(rr_plane_add_receiver(self.plane, rail, connection, session, fd))

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import resource
+import socket
 import struct
 import subprocess
 import sys
@@ -298,6 +299,35 @@ def sent(link: Link) -> bool:
         works(link, 2)
         return True
     return False
+
+
+# ---- memory ----
+
+
+def test_peers_that_have_gone_leave_no_memory_behind(nodes: Nodes) -> None:
+    """What their engines have aborted fills a table each."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    prefill, decode = nodes.start(), nodes.start(node={"port": port})
+    grown: list[int] = []
+    with prefill.connect() as sender:
+        tag = 0
+        for _ in range(8):
+            with decode.connect() as receiver:
+                remote = sender.open(receiver.alloc(4096).offer())
+                for _ in range(200):
+                    tag += 1
+                    receiver.receiver.abort(tag)
+                grown.append(anonymous_bytes(prefill.pid))
+            assert decode.terminate() == 0
+            decode = nodes.again(decode)
+            until(lambda: remote.peer.is_down, "the peer that has gone is dropped")  # noqa: B023
+    assert grown[-1] - grown[1] < 4 << 20  # with the tables it is more than 6 MiB
+
+
+def anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
 
 
 # ---- clocks ----
