@@ -31,7 +31,7 @@ from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import table
 from soak.faults import Faults
 from soak.fleet import Fleet, fleet
-from soak.levels import LIMITS, OBJECTS_LIMIT, Series, levels_of, objects
+from soak.levels import FEWEST, LIMITS, OBJECTS_LIMIT, Series, levels_of, objects
 from soak.traffic import Found, Traffic
 
 ENGINES: Final = 2  # a node
@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=1.25, metavar="N", help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=1.5, metavar="N", help="default: %(default)s")
     parser.add_argument("--storm", type=int, metavar="N", help="N transfers instead; the full form is 10000")
     parser.add_argument("--seed", type=int, metavar="S", help="of all that is random; default: another each time")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -242,7 +242,7 @@ def report(result: dict[str, Any]) -> str:
                 row["of"],
                 row["what"],
                 *(_level(row, key) for key in ("first", "last", "rise", "limit")),
-                "flat" if row["flat"] else "GROWS",
+                "flat" if row["flat"] else "GROWS" if row["looks"] >= FEWEST else "TOO FEW LOOKS",
             ]
             for row in result["levels"]
         ]
