@@ -132,7 +132,7 @@ class Campaign:
                 told = time.monotonic()
                 self._progress(kills)
         self.tally.missed = sorted(set(points) - set(self.tally.reached))
-        self._check()
+        self._check(last=True)  # all senders are between two rounds then, and ask no receiver that has ended
         self._end()
 
     def _progress(self, kills: int) -> None:
@@ -359,7 +359,7 @@ class Campaign:
 
     # ---- looking ----
 
-    def _check(self) -> None:
+    def _check(self, *, last: bool = False) -> None:
         """Everything stands still: credits are back, no object or descriptor is left of who was killed."""
         engines = [child for name, child in self._children.items() if name.startswith("engine")]
         self._paused.clear()
@@ -377,7 +377,7 @@ class Campaign:
                 self.tally.problems += problems
                 break
             self._pump(0.05)
-        for child in engines:
+        for child in [] if last else engines:
             child.command("resume")
 
     def _credits(self) -> Iterable[str]:
