@@ -54,7 +54,7 @@ class Engine:
     route: str
     log: Path
     limit_s: int
-    process: subprocess.Popen[str] | None = None
+    process: processes.Process | None = None
     offers: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
     attached: bool = False
