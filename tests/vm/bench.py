@@ -25,7 +25,7 @@ from railrelay.client.client import Route
 LIMIT: Final = 0.85
 BLOCKS: Final = 512
 BLOCK_BYTES: Final = 65536
-ROUNDS: Final = 15
+ROUNDS: Final = 11
 BARE: Final = "ib_write_bw"
 ROUTES: Final = {"direct": Route.DIRECT, "relay": Route.RELAY_ALL}
 _MIB: Final = 1 << 20
@@ -132,7 +132,7 @@ def _bare(devices: Sequence[str]) -> float:
         server.kill()
         server.wait()
     row = next(words for words in map(str.split, said.splitlines()) if words[:1] == [str(BLOCK_BYTES)])
-    return float(row[3]) * _MIB / 1e6
+    return float(row[3]) * _MIB / 1e6 or _bare(devices)  # emulated clocks differ, and now and then it says 0.00
 
 
 def _listens(port: int) -> None:
