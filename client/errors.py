@@ -56,6 +56,7 @@ class ErrorCode(StrEnum):
     WAIT_TIMEOUT = "wait_timeout"
     NO_LANE = "no_lane"
     GPU_ERROR = "gpu_error"  # also the name of a Result
+    UNAUTHENTICATED = "unauthenticated"  # of peers
 
     @property
     def number(self) -> int:
@@ -214,6 +215,7 @@ _CLASSES: dict[ErrorCode, type[RelayError]] = {
     ErrorCode.PEER_REFUSED: PeerError,
     ErrorCode.PEER_TIMEOUT: PeerError,
     ErrorCode.RAIL_MISMATCH: PeerError,
+    ErrorCode.UNAUTHENTICATED: PeerError,
     ErrorCode.BAD_ARGUMENT: ArgumentError,
     ErrorCode.BAD_ADDRESS: ArgumentError,
     ErrorCode.BAD_LENGTH: ArgumentError,

@@ -1,7 +1,8 @@
 """Messages of the two control planes, and their framing. The daemon imports this file; nothing here knows the daemon.
 
 Client plane: a Unix SOCK_SEQPACKET socket, one msgpack message a packet, file descriptors beside it (SCM_RIGHTS).
-Peer plane: TCP, each message a 4-byte little-endian length and msgpack.
+Peer plane: TCP or TLS, each message a 4-byte little-endian length and msgpack; between daemons that have a secret, 16
+bytes of seal before the msgpack (authentication.py).
 A request carries an ``id`` that its reply repeats; on the peer plane both ends may ask. Events carry none.
 """
 
@@ -13,9 +14,11 @@ from array import array
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 CLIENT_MESSAGE_BYTES = 64 * 1024
 PEER_MESSAGE_BYTES = 1024 * 1024
+STRANGER_MESSAGE_BYTES = 16 * 1024  # before a control connection has authenticated
+NONCE_BYTES = 32
 NOTE_BYTES = 16 * 1024
 Handle = bytes  # where a field named bytes hides the type
 
@@ -331,23 +334,44 @@ class Endpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mtu: int
 
 
-class Hello(Message, frozen=True, tag="Hello"):
-    """First message of the connecting daemon. ``instance`` of the sender; ``expect`` the instance it knew at this
-    address before, 0 for none. Answered by Welcome or Refused."""
+class Opening(Message, frozen=True, tag="Opening"):
+    """First message of the connecting daemon. ``instance`` of the sender, 0 of one that only looks; nonce: 32 random
+    bytes. Answered by Challenge or Refused. These three keep their form in all versions."""
 
     id: int
     protocol: int
     instance: int
+    nonce: bytes
+
+
+class Challenge(Message, frozen=True, tag="Challenge"):
+    """``instance`` and nonce of the accepting daemon. What follows is proved with both nonces."""
+
+    id: int
+    protocol: int
+    instance: int
+    nonce: bytes
+
+
+class Hello(Message, frozen=True, tag="Hello"):
+    """Second message of the connecting daemon. ``expect``: the instance it knew at this address before, 0 for none.
+    proofs: one for each secret that the sender has; see authentication.py. Answered by Welcome or Refused."""
+
+    id: int
     session: str
     expect: int
     rails: list[RailFacts]
+    proofs: list[bytes]
 
 
 class Welcome(Message, frozen=True, tag="Welcome"):
+    """proof: by the secret that both have, b"" without one. From here on, both ways, each packet begins with its seal
+    if there is one."""
+
     id: int
-    instance: int
     session_index: int
     rails: list[RailFacts]
+    proof: bytes
 
 
 class Refused(Message, frozen=True, tag="Refused"):
@@ -401,7 +425,8 @@ class RailConnect(Message, frozen=True, tag="RailConnect"):
 
 
 class RailToken(Message, frozen=True, tag="RailToken"):
-    """The receiving end of a queue pair is ready when this is sent; it has no token."""
+    """The receiving end of a queue pair is ready when this is sent; it has no token. Between daemons with a secret the
+    connection shows not the token but what authentication.shown_token() makes of it."""
 
     id: int
     connection: int
@@ -475,17 +500,20 @@ class RailState(Message, frozen=True, tag="RailState"):
 
 
 class Look(Message, frozen=True, tag="Look"):
-    """Asks for the node's rails without a session, for `railrelay doctor --peer`. Answered by Looked."""
+    """Instead of Hello: asks for the node's rails without a session, for `railrelay doctor --peer`. Answered by Looked
+    or Refused."""
 
     id: int
+    proofs: list[bytes]
 
 
 class Looked(Message, frozen=True, tag="Looked"):
-    """mtus: of the interface of each rail in bytes, 0 if that is not known."""
+    """mtus: of the interface of each rail in bytes, 0 if that is not known. proof as in Welcome."""
 
     id: int
     rails: list[RailFacts]
     mtus: list[int]
+    proof: bytes
 
 
 class Ping(Message, frozen=True, tag="Ping"):
@@ -497,7 +525,9 @@ class PeerDone(Message, frozen=True, tag="PeerDone"):
 
 
 PeerMessage = (
-    Hello
+    Opening
+    | Challenge
+    | Hello
     | Welcome
     | Refused
     | PeerOpenRegion

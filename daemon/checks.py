@@ -4,11 +4,11 @@ A check that has nothing to look at, such as the GID of a node without RDMA rail
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import re
 import resource
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from railrelay.client import cuda, protocol
-from railrelay.client.errors import RelayError
-from railrelay.daemon import pyverbs_loader, topology, verbs_ports
-from railrelay.daemon.config import Config, Rail
+from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.daemon import authentication, dial, pyverbs_loader, topology, verbs_ports
+from railrelay.daemon.authentication import Secrets
+from railrelay.daemon.config import Config, ConfigError, Rail, Security
 from railrelay.daemon.discovery import VerbsPort
+from railrelay.daemon.link import Link
 from railrelay.daemon.memory import client_areas
 from railrelay.daemon.pci import ROOT, Gpu, Place, acs_redirects, bridges, gpus, text
 from railrelay.daemon.verbs_ports import ETHERNET, Port
@@ -258,13 +258,28 @@ def mtu(node: Node) -> Finding:
     return Finding(OK, seen)
 
 
+def security(node: Node) -> Finding:
+    """Who may connect to the ports of the daemon."""
+    chosen, todo = node.config.security, "set security.secret_files on all nodes: `openssl rand -hex 32`, mode 0600"
+    try:
+        Secrets(chosen).read()
+        authentication.accepting_context(chosen)
+    except ConfigError as failure:
+        return Finding(FAIL, str(failure), "the daemon refuses all peers until that is mended")
+    if chosen.authenticates:
+        return Finding(OK, f"peers authenticate by {chosen.ways}")
+    if chosen.allow_unauthenticated:
+        return Finding(WARN, "no secret: whoever reaches the control port may connect (allow_unauthenticated)", todo)
+    return Finding(OK, f"no secret: loopback addresses only; for other nodes {todo}")
+
+
 def peer_mtu(node: Node) -> Finding:
     """Of the interface of each rail at both ends."""
     if not node.peer:
         return Finding(OK, "not asked: name a peer's daemon by --peer")
     try:
-        looked = _looked(node.peer)
-    except (OSError, ValueError, msgspec.MsgspecError) as failure:
+        looked = _looked(node.peer, node.config.security)
+    except (OSError, ValueError, RelayError, ConfigError) as failure:
         todo = "check that railrelayd of the same version runs there and that its control port is reachable"
         return Finding(FAIL, f"{node.peer}: {failure}", todo)
     ports = {index: one for index, one in enumerate(node.chosen[0]) if one is not None}
@@ -287,20 +302,24 @@ def _own_mtus(node: Node, ports: dict[int, VerbsPort]) -> list[int]:
     return topology.interface_mtus(node.config, ports, node.root)
 
 
-def _looked(session: str) -> protocol.Looked:
-    prefix, request = protocol.LENGTH_PREFIX, protocol.encode(protocol.Look(1))
-    with socket.create_connection(protocol.parse_session(session), _PEER_S) as peer, peer.makefile("rb") as stream:
-        peer.sendall(prefix.pack(len(request)) + request)
-        head = stream.read(prefix.size)
-        if len(head) < prefix.size:
-            raise ValueError("closed the connection instead of an answer")
-        (length,) = prefix.unpack(head)
-        if length > protocol.PEER_MESSAGE_BYTES:
-            raise ValueError("is not a relay daemon")
-        answer = protocol.peer_message(stream.read(length))
-    if not isinstance(answer, protocol.Looked) or len(answer.rails) != len(answer.mtus):
-        raise ValueError(f"answered by {type(answer).__name__}")
-    return answer
+def _looked(session: str, security: Security) -> protocol.Looked:
+    return asyncio.run(_look(session, security))
+
+
+async def _look(session: str, security: Security) -> protocol.Looked:
+    def ignore(code: ErrorCode, text: str, *, key: str = "") -> None:
+        """What is wrong is raised as well."""
+
+    link = await dial.connect(session, authentication.connecting_context(security), lambda: Link(ignore), _PEER_S)
+    try:
+        _, looked = await dial.greet(
+            link, Secrets(security), 0, lambda number: protocol.Look(number, []), protocol.Looked, _PEER_S
+        )
+    finally:
+        link.close("has looked")
+    if len(looked.rails) != len(looked.mtus):
+        raise ValueError(f"tells {len(looked.mtus)} MTUs of {len(looked.rails)} rails")
+    return looked
 
 
 # ---- GPUs and PCIe ----
@@ -457,6 +476,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[Node], Finding]], ...]] = (
     ("gid", gid),
     ("port state", port_state),
     ("mtu", mtu),
+    ("security", security),
     ("mtu of the peer", peer_mtu),
     ("cuda driver", cuda_driver),
     ("dma-buf", dma_buf),

@@ -11,16 +11,16 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import secrets
-import socket
 import time
+from secrets import randbits
 from typing import Any, Final
 
 import msgspec
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, Result
-from railrelay.daemon import discovery, plane, verbs
+from railrelay.daemon import authentication, control_port, discovery, plane, verbs
+from railrelay.daemon.authentication import Secrets
 from railrelay.daemon.client import Client, Region
 from railrelay.daemon.client_socket import ClientServer
 from railrelay.daemon.clients import Clients
@@ -68,12 +68,15 @@ class Conductor:
         names = Instance(config.node.instance)
         closing(names.close)
         ports = verbs.ports_of(config.rail)
+        secrets = Secrets(config.security)
+        secrets.read()
+        accepting = authentication.accepting_context(config.security)
         rails = Rails(config, self._error)
         closing(rails.close)
-        listener = _control_listener(config)
+        listener = control_port.listening(config)
         closing(listener.close)
         self.session = protocol.format_session(config.node.host, listener.getsockname()[1])
-        instance = secrets.randbits(62) + 1
+        instance = randbits(62) + 1
         self._state = NodeState(config, instance, rails.facts)
         closing(self._state.close)
         faults.point("daemon.start.segment")
@@ -89,8 +92,9 @@ class Conductor:
         identities = [facts.identity for facts in rails.facts]
         await helpers.start(config.rail, identities, self._plane.emulated_fds, self._helper_ended)
         self.ctx = Context(
-            config, names, instance, self.session, rails.facts, self._state, self._plane, commands, helpers, nics
-        )
+            config, names, instance, self.session, rails.facts, self._state, self._plane, commands, helpers, nics,
+            secrets, authentication.connecting_context(config.security),
+        )  # fmt: skip
         if len(ports) == len(config.rail):
             self.ctx.nearest_rails = discovery.rail_of_rank([ports[rail].device for rail in sorted(ports)])
         self._build(rails)
@@ -107,12 +111,13 @@ class Conductor:
         loop.add_reader(self._plane.event_fd, self._take_events)
         closing(loop.remove_reader, self._plane.event_fd)
         rails.serve(self._sessions.admit, self._sessions.expired)
-        server = await loop.create_server(self._sessions.new_link, sock=listener)
-        closing(server.close)
+        port = control_port.ControlPort(listener, accepting, self._sessions.new_link, self._error)
+        closing(port.close)
         clients = ClientServer(self.socket_path, config.node.group, self._clients.admit, self._error)
         closing(clients.close)
         closing(self._stop_ticking)
         self._look()
+        self._say_who_may_connect()
         faults.point("daemon.start.listening")
 
     def _new_plane(self, instance: int, ports: dict[int, RailPort]) -> plane.DataPlane:
@@ -134,6 +139,15 @@ class Conductor:
                 made.add_rail(nic=rail.nic, cpu=rail.cpu, bytes_per_s=int(rail.rate_gbit * 1e9 / 8))
         made.start()
         return made
+
+    def _say_who_may_connect(self) -> None:
+        security = self.config.security
+        if security.authenticates:
+            log.info("peers authenticate by %s", security.ways)
+        elif security.allow_unauthenticated:
+            log.warning("security.allow_unauthenticated: whoever reaches %s may connect as a peer", self.session)
+        else:
+            log.info("no security.secret_files: loopback only, for peers on this machine")
 
     def _build(self, rails: Rails) -> None:
         by_row: dict[int, Client] = {}
@@ -249,19 +263,3 @@ class Conductor:
     async def close(self) -> None:
         """Idempotent."""
         await self._open.aclose()
-
-
-def _control_listener(config: Config) -> socket.socket:
-    host, port = config.node.host, config.node.port
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    except OSError as failure:
-        raise OSError(failure.errno, f"node.host: {host!r}: {failure.strerror}") from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as failure:
-        listener.close()
-        raise OSError(failure.errno, f"node.port: cannot listen on {host} port {port}: {failure.strerror}") from None
-    return listener

@@ -28,6 +28,7 @@ MAX_CLIENTS: Final = 256
 SOCKET_PATH_BYTES: Final = 107
 DEVICE_NAME_BYTES: Final = 63
 IDENTITY_BYTES: Final = abi.FIELDS["rail_state"]["name"].size - 1
+MAX_SECRETS: Final = 2
 NICS: Final = ("tcp", "verbs", "emulated")
 FLUSHES: Final = ("auto", "always", "never")
 
@@ -45,6 +46,14 @@ EXAMPLE: Final = """\
 # fault = ""                    # for tests: a point of shm_layout/faults.h at which the daemon kills itself, "name" or
 #                               # "name:passage"
 # group = ""                    # users of this group may attach too, besides the daemon's own and root
+
+[security]                      # who may connect from other nodes
+# secret_files = []             # file with the secret that all nodes share, mode 0600 (`openssl rand -hex 32`); while
+#                               # it is being replaced a second one. Read anew for each connection
+# tls_certificate = ""          # PEM files: control connections by TLS. The certificate names node.host
+# tls_key = ""
+# tls_ca = ""                   # whose certificates peers may have
+# allow_unauthenticated = false # true: without secret and TLS, listen on other addresses than loopback too
 
 [relay]
 # slots = 18                    # a lane
@@ -145,6 +154,29 @@ class Node(_Section, frozen=True):
     group: str = ""
 
 
+class Security(_Section, frozen=True):
+    secret_files: tuple[str, ...] = ()
+    tls_certificate: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    allow_unauthenticated: bool = False
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.tls_ca)
+
+    @property
+    def authenticates(self) -> bool:
+        return bool(self.secret_files) or self.tls
+
+    @property
+    def ways(self) -> str:
+        """By which peers authenticate."""
+        count = len(self.secret_files)
+        secrets = [f"{count} secret{'s' if count > 1 else ''}"] if count else []
+        return " and ".join(secrets + ["TLS"] * self.tls)
+
+
 class Relay(_Section, frozen=True):
     slots: int = 18
     slot_bytes: Bytes = Bytes(8 * MIB)
@@ -231,6 +263,7 @@ class Rail(_Section, frozen=True):
 
 class Config(_Section, frozen=True):
     node: Node = Node()
+    security: Security = Security()
     relay: Relay = Relay()
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
@@ -374,6 +407,7 @@ def _check(config: Config) -> None:
     records = config.limits.trace_records
     _demand(records.bit_count() == 1, "limits.trace_records", records, "a power of two")
     _check_node(config)
+    _check_security(config)
     verbs = config.verbs
     half = verbs.sq_depth // 2  # or a send queue could fill without a completion that frees it
     _demand(verbs.signal_every <= half, "verbs.signal_every", verbs.signal_every, f"at most half of sq_depth, {half}")
@@ -404,6 +438,33 @@ def _check_node(config: Config) -> None:
             grp.getgrnam(node.group)
         except KeyError:
             raise ConfigError(f"node.group: {_shown(node.group)}: there is no such group") from None
+
+
+def _check_security(config: Config) -> None:
+    security, files = config.security, config.security.secret_files
+    good = len(files) <= MAX_SECRETS and all(files) and len(set(files)) == len(files)
+    _demand(good, "security.secret_files", list(files), f"up to {MAX_SECRETS} different files")
+    for option in ("tls_certificate", "tls_key", "tls_ca"):
+        value = getattr(security, option)
+        together = bool(value) == any((security.tls_certificate, security.tls_key, security.tls_ca))
+        _demand(together, f"security.{option}", value, "a PEM file: tls_certificate, tls_key and tls_ca go together")
+    if _address(config.node.host) is not None:
+        check_listening(config, "node.host", config.node.host)
+    for index, rail in enumerate(config.rail):
+        if rail.nic == "tcp" and _address(rail.address) is not None:
+            check_listening(config, f"rail[{index}].address", rail.address)
+
+
+def check_listening(config: Config, option: str, address: str) -> None:
+    """ConfigError: the daemon would listen where strangers reach it."""
+    security, found = config.security, _address(address.partition("%")[0])
+    safe = security.authenticates or security.allow_unauthenticated or (found is not None and found.is_loopback)
+    if not safe:
+        raise ConfigError(
+            f"{option}: {_shown(address)}: expected a loopback address, because whoever reaches this one could connect:"
+            " set security.secret_files on all nodes (`openssl rand -hex 32 >FILE; chmod 600 FILE`), or"
+            " security.allow_unauthenticated = true if everyone there is trusted"
+        )
 
 
 def _check_rail(config: Config, index: int) -> None:

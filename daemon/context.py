@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from railrelay.client.errors import ErrorCode
 from railrelay.client.protocol import RailFacts
+from railrelay.daemon.authentication import Secrets
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.config import Config
 from railrelay.daemon.emulated import Helpers
@@ -37,6 +39,8 @@ class Context:
     commands: Commands
     helpers: Helpers
     verbs: Verbs
+    secrets: Secrets
+    tls: ssl.SSLContext | None = None  # for connecting
     nearest_rails: tuple[int, ...] = ()  # of the node's GPUs; empty if that is not known
     draining: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)

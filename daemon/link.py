@@ -6,6 +6,7 @@ Whatever the other end sends, the worst that happens is that the connection clos
 from __future__ import annotations
 
 import asyncio
+import hmac
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,6 +17,8 @@ import msgspec
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Message
+from railrelay.daemon import authentication
+from railrelay.daemon.authentication import SEAL_BYTES, Keys
 from railrelay.daemon.node_state import Report
 
 MAX_UNSENT_BYTES: Final = 16 * 1024 * 1024
@@ -32,7 +35,9 @@ _REPLIES: Final = (
     protocol.Welcome, protocol.Refused, protocol.PeerRegion, protocol.RailToken, protocol.RailFenced,
     protocol.PeerAborted, protocol.PeerDone,
 )  # fmt: skip
+_HANDSHAKE: Final = (protocol.Challenge, protocol.Looked)  # replies that nobody gives up waiting for
 _EVENTS: Final = (protocol.RailLost, protocol.RailState)
+TLS_HANDSHAKE: Final = b"\x16\x03"  # how TLS begins
 
 
 class LinkLost(RelayError):
@@ -51,9 +56,12 @@ class Link(asyncio.Protocol):
     def __init__(self, report: Report, ids: itertools.count[int] | None = None) -> None:
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self.address = self._host = "?"
+        self.keys: Keys | None = None  # None: packets have no seals
+        self.most_bytes = protocol.PEER_MESSAGE_BYTES  # of a packet that comes
         self._handlers: Handlers = {}
-        self._answered = False
+        self._hold_after = 0  # id of a request
         self._holds = False
+        self._sent = self._taken = 0  # sealed packets
         self._report = report
         self._ids = ids or itertools.count(1)
         self._transport: asyncio.Transport | None = None
@@ -66,7 +74,8 @@ class Link(asyncio.Protocol):
 
     @property
     def handlers(self) -> Handlers:
-        """What the other end sends after its first answer waits, unread, until there are any."""
+        """What the other end sends after the answer to the last request of a handshake waits, unread, until there are
+        any."""
         return self._handlers
 
     @handlers.setter
@@ -74,6 +83,11 @@ class Link(asyncio.Protocol):
         self._handlers = handlers
         if self._holds:
             asyncio.get_running_loop().call_soon(self._read_on)  # not before the caller is ready for them
+
+    @property
+    def certificate(self) -> object:
+        """Of the other end, as SSLObject.getpeercert() returns it; None without TLS."""
+        return self._transport.get_extra_info("peercert") if self._transport is not None else None
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -83,17 +97,24 @@ class Link(asyncio.Protocol):
         if self._transport is None or self._reason:
             return
         packet = protocol.encode(message)
+        if self.keys is not None:
+            packet = authentication.seal(self.keys.sends, self._sent, packet) + packet
+            self._sent += 1
         self._transport.write(protocol.LENGTH_PREFIX.pack(len(packet)) + packet)
         if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self.violate(f"does not read: {MAX_UNSENT_BYTES} bytes unsent")
 
-    async def request(self, message: protocol.PeerMessage, reply: type[R], timeout_s: float) -> R:
-        """LinkLost, LinkSilent, PeerRefused."""
+    async def request(
+        self, message: protocol.PeerMessage, reply: type[R], timeout_s: float, *, then_hold: bool = False
+    ) -> R:
+        """LinkLost, LinkSilent, PeerRefused. ``then_hold``: what comes behind the answer waits for handlers."""
         if self._transport is None or self._reason:
             raise LinkLost(ErrorCode.CONNECTION_LOST, self._reason or "not connected")
         assert not isinstance(message, _EVENTS)
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._pending[message.id] = future
+        if then_hold:
+            self._hold_after = message.id
         self.send(message)
         try:
             async with asyncio.timeout(timeout_s):  # wait_for() may swallow a cancel that comes with the answer
@@ -116,14 +137,13 @@ class Link(asyncio.Protocol):
         """From now on the connection is closed when the other end is silent for so long."""
         self._pinging = asyncio.get_running_loop().create_task(self._ping(silence_s))
 
-    def violate(self, what: str) -> None:
+    def violate(self, what: str, code: ErrorCode = ErrorCode.PROTOCOL) -> None:
         """Closes the connection because of what the other end did."""
         if not self._reason:
-            what = RelayError(ErrorCode.PROTOCOL, what).text  # not as long as the other end likes
-            text = f"control connection of {self.address}: {what}"
-            self._report(
-                ErrorCode.PROTOCOL, text, key=f"control connection of {self._host}"
-            )  # names are made up easily
+            what = RelayError(code, what).text  # not as long as the other end likes
+            origin = f"control connection of {self._host}"  # names are made up easily
+            key = origin if code is ErrorCode.PROTOCOL else f"{origin}: {code}"
+            self._report(code, f"control connection of {self.address}: {what}", key=key)
             self.close(what)
 
     def close(self, reason: str) -> None:
@@ -159,6 +179,11 @@ class Link(asyncio.Protocol):
         if not self._holds:
             self._parse()
 
+    def _hold(self) -> None:
+        self._holds = True
+        if self._transport is not None:
+            self._transport.pause_reading()
+
     def _read_on(self) -> None:
         self._holds = False
         if self._transport is not None and not self._reason:
@@ -168,34 +193,47 @@ class Link(asyncio.Protocol):
     def _parse(self) -> None:
         prefix = protocol.LENGTH_PREFIX
         at = 0
-        while not self._reason and len(self._received) - at >= prefix.size:
+        while not self._reason and not self._holds and len(self._received) - at >= prefix.size:
             (length,) = prefix.unpack_from(self._received, at)
-            if length > protocol.PEER_MESSAGE_BYTES:
-                self.violate(f"message of {length} bytes; at most {protocol.PEER_MESSAGE_BYTES}")
+            if length > self.most_bytes:
+                if self._received.startswith(TLS_HANDSHAKE, at):
+                    foreign = "speaks TLS, which is not configured here (security.tls_ca)"
+                    self.violate(foreign, ErrorCode.UNAUTHENTICATED)
+                else:
+                    self.violate(f"message of {length} bytes; at most {self.most_bytes}")
                 return
             if len(self._received) - at - prefix.size < length:
                 break
             start = at + prefix.size
+            packet = self._unsealed(bytes(self._received[start : start + length]))
+            if packet is None:
+                self.violate("a packet that was not sealed by who has authenticated")
+                return
             try:
-                message = protocol.peer_message(bytes(self._received[start : start + length]))
+                message = protocol.peer_message(packet)
             except msgspec.MsgspecError as failure:
                 self.violate(f"not a message ({failure})")
                 return
-            if self._answered and not self._handlers and not isinstance(message, (*_REPLIES, protocol.Ping)):
-                self._holds = True
-                if self._transport is not None:
-                    self._transport.pause_reading()
-                break
             at = start + length
             self._take(message)
         del self._received[:at]
 
+    def _unsealed(self, packet: bytes) -> bytes | None:
+        """None if its seal is wrong."""
+        if self.keys is None:
+            return packet
+        shown, packet = packet[:SEAL_BYTES], packet[SEAL_BYTES:]
+        good = hmac.compare_digest(authentication.seal(self.keys.receives, self._taken, packet), shown)
+        self._taken += 1
+        return packet if good else None
+
     def _take(self, message: protocol.PeerMessage) -> None:
-        if isinstance(message, _REPLIES):
+        if isinstance(message, _REPLIES) or (isinstance(message, _HANDSHAKE) and message.id in self._pending):
             future = self._pending.get(message.id)
             if future is not None and not future.done():  # else its waiter has given up
                 future.set_result(message)
-                self._answered = True
+                if message.id == self._hold_after:
+                    self._hold()
             return
         if isinstance(message, protocol.Ping):
             self.send(protocol.PeerDone(message.id))

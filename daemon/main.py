@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from railrelay.daemon import config
+from railrelay.daemon import authentication, config
 from railrelay.daemon.conductor import Conductor
 from railrelay.daemon.config import Config, ConfigError
 from railrelay.daemon.instance import InstanceTaken
@@ -41,6 +41,8 @@ def main() -> int:
     try:
         loaded = config.load(options.config)
         if options.check:
+            authentication.Secrets(loaded.security).read()
+            authentication.accepting_context(loaded.security)
             log.info("%s: good", options.config or "configuration")
             return 0
         if loaded.node.fault:

@@ -27,7 +27,8 @@ import msgspec
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import Message, RailFacts
-from railrelay.daemon import rails, verbs
+from railrelay.daemon import dial, rails, verbs
+from railrelay.daemon.authentication import shown_token
 from railrelay.daemon.client import Client
 from railrelay.daemon.config import MAX_CLIENTS
 from railrelay.daemon.context import Context
@@ -188,16 +189,16 @@ class Peers:
         peer.keeper = self._ctx.spawn(self._keep(peer), f"control connection to {session}")
         return peer
 
-    def drop(self, peer: Peer, text: str) -> None:
-        """Ends everything with the peer; its users are told ``text``. Idempotent."""
+    def drop(self, peer: Peer, text: str, code: ErrorCode = ErrorCode.PEER_LOST) -> None:
+        """Ends everything with the peer; its users are told ``text``, who waits for it is told ``code``. Idempotent."""
         if peer.gone:
             return
         peer.gone = True
         if text:
             text = f"peer {peer.session} {text}"
-            peer.failure = RelayError(ErrorCode.PEER_LOST, text)
-            if peer.instance:
-                self._ctx.state.error(ErrorCode.PEER_LOST, text)
+            peer.failure = RelayError(code, text)
+            if peer.instance or code is ErrorCode.UNAUTHENTICATED:
+                self._ctx.state.error(code, text)
         del self._by_session[peer.session]
         if peer.keeper is not None and peer.keeper is not asyncio.current_task():
             peer.keeper.cancel()
@@ -237,14 +238,16 @@ class Peers:
                 link = await self._dial(peer)
             except PeerRefused as refusal:
                 if refusal.code is not ErrorCode.DRAINING or not peer.instance:
-                    self.drop(peer, f"refused: {refusal.text}")
+                    self.drop(peer, f"refused: {refusal.text}", refusal.code)
                     return
                 peer.failure = refusal
             except (OSError, RelayError) as failure:
                 reason = "no answer" if isinstance(failure, TimeoutError) else str(failure)
-                peer.failure = RelayError(ErrorCode.PEER_UNREACHABLE, f"peer {peer.session}: {reason}")
-                if peer.instance:
-                    self._ctx.state.error(peer.failure.code, peer.failure.text)
+                stranger = isinstance(failure, RelayError) and failure.code is ErrorCode.UNAUTHENTICATED
+                code = ErrorCode.UNAUTHENTICATED if stranger else ErrorCode.PEER_UNREACHABLE
+                peer.failure = RelayError(code, f"peer {peer.session}: {reason}")
+                if peer.instance or stranger:
+                    self._ctx.state.error(code, peer.failure.text)
             else:
                 began = time.monotonic()
                 self._up(peer, link)
@@ -262,26 +265,24 @@ class Peers:
 
     async def _dial(self, peer: Peer) -> Link:
         ctx, timeout_s = self._ctx, self._ctx.config.timeouts.connect_s
-        host, port = protocol.parse_session(peer.session)
-        async with asyncio.timeout(timeout_s):
-            _, link = await asyncio.get_running_loop().create_connection(
-                lambda: Link(ctx.state.error, peer.ids), host, port
-            )
-        link.address = peer.session
+        link = await dial.connect(peer.session, ctx.tls, lambda: Link(ctx.state.error, peer.ids), timeout_s)
+
+        def hello(number: int) -> protocol.Hello:
+            return protocol.Hello(number, ctx.session, peer.instance, ctx.rails, [])
+
         try:
-            hello = protocol.Hello(
-                link.new_id(), protocol.PROTOCOL_VERSION, ctx.instance, ctx.session, peer.instance, ctx.rails
+            challenge, welcome = await dial.greet(
+                link, ctx.secrets, ctx.instance, hello, protocol.Welcome, timeout_s
             )
-            welcome = await link.request(hello, protocol.Welcome, timeout_s)
-            rails.check_facts(peer.session, welcome.instance, welcome.rails)
-            _check_same(peer, welcome)
+            rails.check_facts(peer.session, challenge.instance, welcome.rails)
+            _check_same(peer, challenge, welcome)
             if not peer.instance:
                 ctx.plane.add_peer(peer.row, len(welcome.rails))
         except BaseException:
             link.close("handshake failed")
             raise
         faults.point("daemon.peer.welcomed")
-        peer.instance, peer.rails = welcome.instance, welcome.rails
+        peer.instance, peer.rails = challenge.instance, welcome.rails
         peer.local_rails = _same_rails(ctx.rails, welcome.rails)
         return link
 
@@ -434,7 +435,7 @@ class Peers:
             peer.rails[remote_rail],
             remote_rail,
             token.connection,
-            token.token,
+            shown_token(peer.link.keys if peer.link is not None else None, token.token, token.connection, remote_rail),
             self._ctx.config.tcp,
             _left(deadline),
         )
@@ -724,8 +725,8 @@ def _left(deadline: float) -> float:
     return max(0.05, deadline - time.monotonic())
 
 
-def _check_same(peer: Peer, welcome: protocol.Welcome) -> None:
-    if peer.instance and (welcome.instance, len(welcome.rails)) != (peer.instance, len(peer.rails)):
+def _check_same(peer: Peer, challenge: protocol.Challenge, welcome: protocol.Welcome) -> None:
+    if peer.instance and (challenge.instance, len(welcome.rails)) != (peer.instance, len(peer.rails)):
         raise PeerRefused(ErrorCode.PEER_LOST, "another instance answers")
 
 

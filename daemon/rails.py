@@ -19,6 +19,7 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import RailFacts
 from railrelay.daemon.acceptor import Acceptor
+from railrelay.daemon.authentication import Keys, shown_token
 from railrelay.daemon.config import IDENTITY_BYTES, MAX_RAILS, Config, Tcp
 from railrelay.daemon.node_state import Report
 
@@ -30,7 +31,9 @@ LISTEN_BACKLOG: Final = 512
 
 @dataclass(frozen=True)
 class Token:
-    secret: bytes
+    """shown: what its connection has to show."""
+
+    shown: bytes
     rail: int
     session: int
     expiry: asyncio.TimerHandle
@@ -74,12 +77,13 @@ class Rails:
         """The id of a connection that needs no token."""
         return next(self._ids)
 
-    def issue(self, rail: int, session: int) -> tuple[int, bytes]:
-        """(connection id, token) for one connection to ``rail``."""
-        connection, secret = next(self._ids), secrets.token_bytes(16)
+    def issue(self, rail: int, session: int, keys: Keys | None) -> tuple[int, bytes]:
+        """(connection id, token) for one connection to ``rail``; keys of the control connection that asks."""
+        connection, token = next(self._ids), secrets.token_bytes(16)
+        shown = shown_token(keys, token, connection, rail)
         expiry = asyncio.get_running_loop().call_later(TOKEN_LIFE_S, self._expire, connection)
-        self._tokens[connection] = Token(secret, rail, session, expiry)
-        return connection, secret
+        self._tokens[connection] = Token(shown, rail, session, expiry)
+        return connection, token
 
     def revoke(self, connection: int) -> Token | None:
         """From now on the token admits nobody; None if it was used already or never issued."""
@@ -133,7 +137,7 @@ class Rails:
             stranger.close()  # no effect on an admitted one, which was detached
 
     def _redeemed(self, rail: int, preamble: bytes) -> tuple[int, Token]:
-        magic, version, wanted_rail, connection, secret = protocol.RAIL_PREAMBLE.unpack(preamble)
+        magic, version, wanted_rail, connection, shown = protocol.RAIL_PREAMBLE.unpack(preamble)
         if magic != protocol.RAIL_MAGIC:
             raise ValueError("not a rail of railrelay")
         if version != protocol.RAIL_VERSION:
@@ -141,7 +145,7 @@ class Rails:
                 f"rail protocol {version}, expected {protocol.RAIL_VERSION}; install the same railrelay version"
             )
         token = self._tokens.get(connection)
-        if token is None or not hmac.compare_digest(token.secret, secret):
+        if token is None or not hmac.compare_digest(token.shown, shown):
             raise ValueError("unknown or used token")
         if token.rail != rail or wanted_rail != rail:
             raise ValueError(f"a token for rail {token.rail}")
@@ -176,7 +180,7 @@ def check_facts(session: str, instance: int, rails: list[RailFacts]) -> None:
 
 
 async def connect(
-    local: RailFacts, remote: RailFacts, rail: int, connection: int, secret: bytes, tcp: Tcp, timeout_s: float
+    local: RailFacts, remote: RailFacts, rail: int, connection: int, shown: bytes, tcp: Tcp, timeout_s: float
 ) -> socket.socket:
     """A connected socket from the local rail's address to the peer's, its preamble sent. RelayError RAIL_DOWN."""
     family = socket.AF_INET6 if ":" in remote.address else socket.AF_INET
@@ -188,7 +192,7 @@ async def connect(
         sender.bind((local.address, 0))
         async with asyncio.timeout(timeout_s):
             await loop.sock_connect(sender, (remote.address, remote.port))
-            preamble = protocol.RAIL_PREAMBLE.pack(protocol.RAIL_MAGIC, protocol.RAIL_VERSION, rail, connection, secret)
+            preamble = protocol.RAIL_PREAMBLE.pack(protocol.RAIL_MAGIC, protocol.RAIL_VERSION, rail, connection, shown)
             await loop.sock_sendall(sender, preamble)
     except BaseException as failure:
         if sender is not None:

@@ -20,12 +20,15 @@ import struct
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
+
+import msgspec
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError, Result
 from railrelay.client.protocol import RailFacts
-from railrelay.daemon import topology
+from railrelay.daemon import authentication, topology
+from railrelay.daemon.authentication import ACCEPTING
 from railrelay.daemon.client import Client, Region
 from railrelay.daemon.client_socket import MAX_EVENTS_UNSENT
 from railrelay.daemon.context import Context, run_on_worker
@@ -38,7 +41,7 @@ from railrelay.shm_layout import faults
 
 HELLO_TIMEOUT_S: Final = 5.0
 SESSION_CHARACTERS: Final = 300  # a host name has at most 253
-MAX_STRANGERS: Final = 64  # control connections that have not said Hello yet
+MAX_STRANGERS: Final = 64  # control connections that have not authenticated, or said Hello, yet
 KEPT_FENCES: Final = 1024  # a session, of those that wait for nothing
 LONGEST_NEWS_WAIT_S: Final = 60.0
 KEPT_NOTES: Final = 4096  # ids of delivered notes a session, to tell a repeated one
@@ -128,42 +131,89 @@ class Sessions:
 
     # ---- control connections ----
 
-    def new_link(self) -> Link:
-        link = Link(self._ctx.state.error)
+    def new_link(self) -> Link | None:
+        """For a connection that was accepted. None: it is one too many."""
         if len(self._strangers) >= MAX_STRANGERS:
             self._ctx.state.error(
                 ErrorCode.LIMIT, f"{MAX_STRANGERS} control connections without Hello; another was closed"
             )
-            asyncio.get_running_loop().call_soon(link.close, "too many strangers")
-            return link
-        link.handlers = {protocol.Hello: lambda hello: self._hello(link, hello), protocol.Look: self._look}
+            return None
+        link = Link(self._ctx.state.error)
+        link.most_bytes = protocol.STRANGER_MESSAGE_BYTES
+        link.handlers = {protocol.Opening: lambda opening: self._opening(link, opening)}
         self._strangers.add(link)
         link.closed.add_done_callback(lambda _: self._strangers.discard(link))
         asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._expect_hello, link)
         return link
 
-    async def _look(self, look: protocol.Look) -> Answer:
+    def _opening(self, link: Link, opening: protocol.Opening) -> Answer:
+        own = self._ctx
+        if opening.protocol != protocol.PROTOCOL_VERSION:
+            raise RelayError(
+                ErrorCode.VERSION,
+                f"{own.session} speaks protocol {protocol.PROTOCOL_VERSION}, the daemon that connects"
+                f" {opening.protocol}; install the same railrelay version on both nodes",
+            )
+        if len(opening.nonce) != protocol.NONCE_BYTES:
+            raise RelayError(ErrorCode.PROTOCOL, f"a nonce has {protocol.NONCE_BYTES} bytes, this {len(opening.nonce)}")
+        challenge = protocol.Challenge(
+            opening.id, protocol.PROTOCOL_VERSION, own.instance, authentication.nonce()
+        )
+        # One try: what was proved wrongly is not proved again to the same challenge.
+        link.handlers = {
+            protocol.Hello: lambda hello: self._hello(link, opening, challenge, hello),
+            protocol.Look: lambda look: self._look(link, opening, challenge, look),
+        }
+        return challenge
+
+    def _authenticated(
+        self, link: Link, opening: protocol.Opening, challenge: protocol.Challenge, last: protocol.Hello | protocol.Look
+    ) -> bytes | None:
+        """The secret that the other end has too; None if there are no secrets. RelayError UNAUTHENTICATED, and the
+        connection ends behind it."""
+        link.handlers = {}
+        where, messages = f"peer at {link.address}", (opening, challenge, msgspec.structs.replace(last, proofs=[]))
+        try:
+            return authentication.check(self._ctx.secrets, messages, last.proofs, self._ctx.session, where)
+        except RelayError as failure:
+            self._turn_away(link, failure)
+            raise
+
+    def _turn_away(self, link: Link, failure: RelayError) -> None:
+        """Ends the connection behind the answer that says why."""
+        self._ctx.state.error(failure.code, failure.text, key=f"peer at {link.address}: {failure.code}")
+        asyncio.get_running_loop().call_soon(link.close, failure.text)
+
+    def _look(
+        self, link: Link, opening: protocol.Opening, challenge: protocol.Challenge, look: protocol.Look
+    ) -> Awaitable[Answer]:
+        secret = self._authenticated(link, opening, challenge, look)
+        return self._looked((opening, challenge, look), secret)
+
+    async def _looked(
+        self, messages: tuple[protocol.Opening, protocol.Challenge, protocol.Look], secret: bytes | None
+    ) -> Answer:
         mtus: list[int] = []
         await run_on_worker(lambda: mtus.extend(topology.interface_mtus(self._ctx.config, self._ctx.verbs.ports)))
-        return protocol.Looked(look.id, self._ctx.rails, mtus)
+        looked = protocol.Looked(messages[-1].id, self._ctx.rails, mtus, b"")
+        return _proved(looked, secret, messages)
 
     def _expect_hello(self, link: Link) -> None:
         if link in self._strangers and not link.closed.done():
             link.violate(f"no Hello within {HELLO_TIMEOUT_S:g} s")
 
-    def _hello(self, link: Link, hello: protocol.Hello) -> Answer:
-        if hello.protocol != protocol.PROTOCOL_VERSION:
-            raise RelayError(
-                ErrorCode.VERSION,
-                f"{self._ctx.session} speaks protocol {protocol.PROTOCOL_VERSION}, {hello.session} {hello.protocol};"
-                " install the same railrelay version on both nodes",
-            )
+    def _hello(
+        self, link: Link, opening: protocol.Opening, challenge: protocol.Challenge, hello: protocol.Hello
+    ) -> Answer:
+        secret = self._authenticated(link, opening, challenge, hello)
+        self._check_certificate(link, hello)
         if self._ctx.draining:
             raise RelayError(ErrorCode.DRAINING, f"{self._ctx.session} is going down")
         if not hello.session.isprintable() or len(hello.session) > SESSION_CHARACTERS:
             raise RelayError(ErrorCode.PROTOCOL, f"session {hello.session[:64]!r}: expected host:port")
-        check_facts(hello.session, hello.instance, hello.rails)
-        session = self._by_instance.get(hello.instance)
+        instance = opening.instance
+        check_facts(hello.session, instance, hello.rails)
+        session = self._by_instance.get(instance)
         if hello.expect:
             if hello.expect != self._ctx.instance or session is None:
                 raise RelayError(
@@ -172,21 +222,45 @@ class Sessions:
         else:
             if session is not None:
                 self._end(session, "started anew")
-            session = self._new_session(hello)
+            session = self._new_session(instance, hello)
         self._strangers.discard(link)
+        welcome = protocol.Welcome(hello.id, session.index, self._ctx.rails, b"")
+        messages = (opening, challenge, hello)
+        link.send(_proved(welcome, secret, messages))
+        link.most_bytes = protocol.PEER_MESSAGE_BYTES
+        if secret is not None:
+            link.keys = authentication.keys(secret, ACCEPTING, (*messages, welcome))
         self._connect(session, link)
         faults.point("daemon.session.made")
-        return protocol.Welcome(hello.id, self._ctx.instance, session.index, self._ctx.rails)
+        return None
 
-    def _new_session(self, hello: protocol.Hello) -> Session:
+    def _check_certificate(self, link: Link, hello: protocol.Hello) -> None:
+        """With TLS: that of who connects names the host of its session. Its chain has been checked."""
+        if not self._ctx.config.security.tls:
+            return
+        try:
+            host, _ = protocol.parse_session(hello.session)
+        except ValueError as failure:
+            raise RelayError(ErrorCode.BAD_SESSION, str(failure)) from None
+        found = authentication.names(link.certificate)
+        if not authentication.is_named(host, found):
+            text = (
+                f"the certificate of the peer at {link.address} is for {', '.join(found)[:200] or 'no host'}, not for"
+                f" {host[:100]} of its session; set node.host there to a name of its certificate"
+            )
+            unfit = RelayError(ErrorCode.UNAUTHENTICATED, text)
+            self._turn_away(link, unfit)
+            raise unfit
+
+    def _new_session(self, instance: int, hello: protocol.Hello) -> Session:
         index = self._rows.take()
         if index is None:
             raise RelayError(
                 ErrorCode.LIMIT,
                 f"{self._ctx.session} serves {self._rows.count} senders already; raise limits.max_peers there",
             )
-        session = Session(index, hello.instance, hello.session, hello.rails)
-        self._by_index[index] = self._by_instance[hello.instance] = session
+        session = Session(index, instance, hello.session, hello.rails)
+        self._by_index[index] = self._by_instance[instance] = session
         return session
 
     def _connect(self, session: Session, link: Link) -> None:
@@ -403,11 +477,12 @@ class Sessions:
         if nic == "verbs":
             return self._queue_pair(session, message)
         self._check_room(session)
-        connection, secret = self._rails.issue(message.remote_rail, session.index)
+        keys = session.link.keys if session.link is not None else None
+        connection, token = self._rails.issue(message.remote_rail, session.index, keys)
         self._by_connection[connection] = session
         session.tokens.add(connection)
         faults.point("daemon.rail.invited")
-        return protocol.RailToken(message.id, connection, secret)
+        return protocol.RailToken(message.id, connection, token)
 
     def _check_room(self, session: Session) -> None:
         """For one more connection."""
@@ -649,3 +724,12 @@ class Sessions:
                 session.linger.cancel()
             if session.link is not None:
                 session.link.close("the daemon ends")
+
+
+W = TypeVar("W", protocol.Welcome, protocol.Looked)
+
+
+def _proved(answer: W, secret: bytes | None, messages: tuple[protocol.PeerMessage, ...]) -> W:
+    if secret is None:
+        return answer
+    return msgspec.structs.replace(answer, proof=authentication.proof(secret, ACCEPTING, (*messages, answer)))

@@ -27,6 +27,7 @@ def test_printed_example_says_the_defaults() -> None:
     assert parse(config.EXAMPLE) == defaults
     assert (loaded.relay, loaded.limits, loaded.timeouts) == (defaults.relay, defaults.limits, defaults.timeouts)
     assert (loaded.tcp, loaded.verbs, loaded.data) == (defaults.tcp, defaults.verbs, defaults.data)
+    assert loaded.security == defaults.security
 
 
 def test_sizes_are_numbers_or_text_with_a_unit() -> None:
@@ -95,6 +96,9 @@ def test_sizes_are_numbers_or_text_with_a_unit() -> None:
         ('[node]\nhost = "0.0.0.0"', 'node.host: "0.0.0.0": expected an address or name'),
         ('[node]\nhost = "node7:4000"', 'node.host: "node7:4000": expected an address or name'),
         ('[node]\ngroup = "no such group"', 'node.group: "no such group": there is no such group'),
+        ('[security]\nsecret_files = ["a", "a"]', 'security.secret_files: ["a", "a"]: expected up to 2 different'),
+        ('[security]\nsecret_files = ["a", "b", "c"]', 'security.secret_files: ["a", "b", "c"]: expected up to 2'),
+        ('[security]\ntls_ca = "ca.pem"', 'security.tls_certificate: "": expected a PEM file'),
         ("[timeouts]\npeer_s = nan", "timeouts.peer_s: NaN: expected 0.1 to 600"),
         ("slots = ", "not TOML"),
     ],

@@ -18,6 +18,7 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Endpoint, RailFacts
 from railrelay.daemon import config, dmabuf
+from railrelay.daemon.authentication import Secrets
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.context import Context
 from railrelay.daemon.link import Link
@@ -119,7 +120,10 @@ class Node:
         self.plane, self.state, facts = Plane(), State(), rail_facts()
         plane, state, unused = cast("Any", self.plane), cast("Any", self.state), cast("Any", None)
         self.verbs = Verbs(LOADED, plane, self.plane.commands, facts, PORTS)
-        self.ctx = Context(LOADED, unused, 1, "here:1", facts, state, plane, self.plane.commands, unused, self.verbs)
+        self.ctx = Context(
+            LOADED, unused, 1, "here:1", facts, state, plane, self.plane.commands, unused, self.verbs,
+            Secrets(LOADED.security),
+        )  # fmt: skip
 
 
 def on_node(scenario: Callable[[Node], Coroutine[None, None, None]]) -> None:
@@ -171,9 +175,11 @@ class Receiver:
         writer.close()
 
     def answers(self, message: protocol.PeerMessage) -> list[protocol.PeerMessage]:
+        if isinstance(message, protocol.Opening):
+            return [protocol.Challenge(message.id, protocol.PROTOCOL_VERSION, 7, bytes(protocol.NONCE_BYTES))]
         if isinstance(message, protocol.Hello):
             self.welcomed += 1
-            welcome = protocol.Welcome(message.id, 7, 0, rail_facts())
+            welcome = protocol.Welcome(message.id, 0, rail_facts(), b"")
             return [welcome] if self.behind is None else [welcome, self.behind]
         self.told.append(message)
         if isinstance(message, protocol.RailConnect):

@@ -171,10 +171,10 @@ def test_peer_that_answers_no_ping_is_closed() -> None:
     on_wire(scenario)
 
 
-def test_what_comes_right_behind_the_first_answer_waits_for_handlers() -> None:
+def test_what_comes_right_behind_the_answer_to_a_handshake_waits_for_handlers() -> None:
     async def scenario(wire: Wire) -> None:
         seen: list[protocol.PeerMessage] = []
-        asked = asyncio.create_task(wire.link.request(protocol.Ping(1), protocol.PeerDone, 5))
+        asked = asyncio.create_task(wire.link.request(protocol.Ping(1), protocol.PeerDone, 5, then_hold=True))
         await wire.receive()
         messages = [protocol.PeerDone(1), *(protocol.PeerRegionGone(number, 7) for number in range(2, 50))]
         packets = [protocol.encode(message) for message in messages]

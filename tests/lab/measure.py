@@ -82,6 +82,7 @@ def measure(traffic: Traffic, on: Fabric, route: str, directory: Path) -> dict[s
                 prefix=["ip", "netns", "exec", on.nodes[node]],
                 base=GEOMETRY,
                 node={"host": network.control(node)},
+                security={"allow_unauthenticated": True},  # nobody else is in the namespaces
                 tcp={"congestion": network.congestion},
             )
             for node in (PREFILL, DECODE)

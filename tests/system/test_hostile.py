@@ -498,7 +498,7 @@ def test_another_abi_version_is_refused_and_both_are_named(scene: Scene) -> None
 
 def test_another_protocol_version_is_refused_and_both_are_named(scene: Scene) -> None:
     with RawClient(scene.prefill.socket, rank=6) as raw:
-        with pytest.raises(Refused, match=r"protocol 9, the daemon 2") as failure:
+        with pytest.raises(Refused, match=f"protocol 9, the daemon {protocol.PROTOCOL_VERSION}") as failure:
             raw.attach(version=9)
         assert failure.value.code == "version"
 
@@ -730,7 +730,7 @@ def test_strangers_on_the_control_port_are_closed_and_harm_nobody(scene: Scene, 
 
 def test_a_peer_of_another_version_is_refused_by_name(scene: Scene) -> None:
     with socket.create_connection(control(scene.decode)) as stranger:
-        stranger.sendall(framed(protocol.Hello(1, 99, 5, "127.0.0.1:9", 0, FACTS)))
+        stranger.sendall(framed(protocol.Opening(1, 99, 5, bytes(protocol.NONCE_BYTES))))
         stranger.settimeout(20)
         answer = protocol.peer_message(stranger.recv(65536)[4:])
     assert isinstance(answer, protocol.Refused)
@@ -814,7 +814,8 @@ def forging(scene: Scene, instance: int) -> Iterator[ForgedSender]:
             (length,) = protocol.LENGTH_PREFIX.unpack(link.recv(4, socket.MSG_WAITALL))
             return protocol.peer_message(link.recv(length, socket.MSG_WAITALL))
 
-        ask(protocol.Hello(1, protocol.PROTOCOL_VERSION, instance, "127.0.0.1:9", 0, FACTS))
+        ask(protocol.Opening(1, protocol.PROTOCOL_VERSION, instance, bytes(protocol.NONCE_BYTES)))
+        ask(protocol.Hello(1, "127.0.0.1:9", 0, FACTS, []))
         region = ask(protocol.PeerOpenRegion(2, decode_offer(scene.target.offer()).capability))
         assert isinstance(region, protocol.PeerRegion)
         token = ask(protocol.RailConnect(3, 0, 0, False, 1))

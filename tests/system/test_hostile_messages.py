@@ -18,6 +18,7 @@ import pytest
 from helpers import memory
 from helpers.nodes import Node, Nodes
 from helpers.raw_client import RawClient, Refused
+from helpers.raw_peer import challenge, greeting
 from helpers.waiting import LIMIT_S, until
 
 from railrelay.client import PeerError, Result, TransferError, protocol
@@ -191,15 +192,17 @@ def test_a_peer_that_describes_itself_wrongly_is_refused(
     node: Node, instance: int, rail: RailFacts, expected: str
 ) -> None:
     def welcome(message: protocol.PeerMessage) -> protocol.PeerMessage | None:
-        return protocol.Welcome(message.id, instance, 0, [rail]) if isinstance(message, protocol.Hello) else None
+        if isinstance(message, protocol.Opening):
+            return challenge(message, instance)
+        return protocol.Welcome(message.id, 0, [rail], b"") if isinstance(message, protocol.Hello) else None
 
     with peer(welcome) as session, node.connect() as client, pytest.raises(PeerError, match=expected):
         client.peer(session, timeout=1)
     with socket.create_connection(protocol.parse_session(node.session)) as link, link.makefile("rb") as stream:
-        hello = protocol.encode(protocol.Hello(1, protocol.PROTOCOL_VERSION, instance, "a:1", 0, [rail]))
-        link.sendall(protocol.LENGTH_PREFIX.pack(len(hello)) + hello)
-        (length,) = protocol.LENGTH_PREFIX.unpack(stream.read(4))
-        refused = protocol.peer_message(stream.read(length))
+        for packet in map(protocol.encode, greeting(instance, "a:1", [rail])):
+            link.sendall(protocol.LENGTH_PREFIX.pack(len(packet)) + packet)
+            (length,) = protocol.LENGTH_PREFIX.unpack(stream.read(4))
+            refused = protocol.peer_message(stream.read(length))
     assert isinstance(refused, protocol.Refused)
     assert re.search(expected, refused.text)
     others_work(node)
@@ -209,7 +212,7 @@ def test_a_refusal_of_any_length_ends_no_session_and_forges_no_line_of_the_log(n
     text = "no\n2026-01-01 railrelayd[1] CRITICAL forged\x1b[2J" + "x" * 900_000
 
     def refuse(message: protocol.PeerMessage) -> protocol.PeerMessage | None:
-        return protocol.Refused(message.id, "limit", text) if isinstance(message, protocol.Hello) else None
+        return protocol.Refused(message.id, "limit", text) if isinstance(message, protocol.Opening) else None
 
     with peer(refuse) as session, node.connect() as client:
         with pytest.raises(PeerError, match="refused: no"):
@@ -231,8 +234,10 @@ def test_a_result_that_no_receiver_answers_with_is_none(node: Node) -> None:
 
         def answer(message: protocol.PeerMessage) -> protocol.PeerMessage | None:
             match message:
+                case protocol.Opening():
+                    return challenge(message, 7)
                 case protocol.Hello():
-                    return protocol.Welcome(message.id, 7, 0, [facts])
+                    return protocol.Welcome(message.id, 0, [facts], b"")
                 case protocol.PeerOpenRegion():
                     return protocol.PeerRegion(message.id, 1, 0, NBYTES, 0, 0, 0, 64)
                 case protocol.RailConnect():

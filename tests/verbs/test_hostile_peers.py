@@ -17,6 +17,7 @@ import pytest
 from helpers import memory, patterns, processes, rail_devices
 from helpers.memory import Link
 from helpers.nodes import Node, Nodes
+from helpers.raw_peer import challenge, greeting
 from helpers.waiting import until
 
 from railrelay.client import RelayError, protocol
@@ -99,7 +100,8 @@ def sender(scene: Scene) -> Iterator[socket.socket]:
     """The control connection of a session."""
     with socket.create_connection(protocol.parse_session(scene.decode.session)) as link:
         link.settimeout(20)
-        link.sendall(framed(protocol.Hello(1, protocol.PROTOCOL_VERSION, next(INSTANCES), "hostile:1", 0, FACTS)))
+        link.sendall(b"".join(map(framed, greeting(next(INSTANCES), "hostile:1", FACTS))))
+        assert isinstance(received(link), protocol.Challenge)
         assert isinstance(received(link), protocol.Welcome)
         yield link
     scene.others_work()
@@ -145,9 +147,10 @@ def test_a_message_of_wrong_shape_ends_its_session(scene: Scene, sender: socket.
 @pytest.mark.parametrize(
     "message",
     [
-        protocol.Look(2),
-        protocol.Looked(2, FACTS, [1500, 1500]),
-        protocol.Hello(2, protocol.PROTOCOL_VERSION, 9999, "hostile:1", 0, FACTS),
+        *greeting(9999),
+        protocol.Challenge(2, protocol.PROTOCOL_VERSION, 9999, bytes(32)),
+        protocol.Look(2, []),
+        protocol.Looked(2, FACTS, [1500, 1500], b""),
         protocol.PeerRegionGone(2, 1),
         protocol.PeerAbort(2, 5, [0], 0, 1),
         protocol.RailLost(1),
@@ -234,7 +237,8 @@ def test_what_is_not_there_is_refused(sender: socket.socket, message: PeerMessag
 def test_an_instance_that_cannot_be_is_refused(scene: Scene, instance: int) -> None:
     with socket.create_connection(protocol.parse_session(scene.decode.session)) as link:
         link.settimeout(20)
-        link.sendall(framed(protocol.Hello(1, protocol.PROTOCOL_VERSION, instance, "hostile:1", 0, FACTS)))
+        link.sendall(b"".join(map(framed, greeting(instance, "hostile:1", FACTS))))
+        assert isinstance(received(link), protocol.Challenge)
         refused = received(link)
         assert isinstance(refused, protocol.Refused)
         assert refused.code == "protocol"
@@ -264,16 +268,17 @@ def test_a_flood_of_requests_ends_its_session(scene: Scene, sender: socket.socke
     scene.said(scene.decode, "requests at a time")
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_stranger_may_look_and_no_more(scene: Scene, count: int) -> None:
+@pytest.mark.parametrize("more", [connect(9), protocol.Look(9, [])])
+def test_a_stranger_may_look_once_and_no_more(scene: Scene, more: PeerMessage) -> None:
     with socket.create_connection(protocol.parse_session(scene.decode.session)) as link:
         link.settimeout(20)
-        for number in range(count):
-            link.sendall(framed(protocol.Look(number)))
-            looked = received(link)
-            assert isinstance(looked, protocol.Looked)
-            assert looked.id == number
-        link.sendall(framed(connect(9)))
+        opening, _ = greeting(1)
+        link.sendall(framed(opening) + framed(protocol.Look(2, [])))
+        assert isinstance(received(link), protocol.Challenge)
+        looked = received(link)
+        assert isinstance(looked, protocol.Looked)
+        assert looked.id == 2
+        link.sendall(framed(more))
         ends(link)
     scene.others_work()
 
@@ -307,8 +312,10 @@ class Receiver:
 
     def _talk(self, link: socket.socket, instance: int) -> None:
         while (message := received(link)) is not None:
-            if isinstance(message, protocol.Hello):
-                welcome = protocol.Welcome(message.id, instance, 0, FACTS)
+            if isinstance(message, protocol.Opening):
+                link.sendall(framed(challenge(message, instance)))
+            elif isinstance(message, protocol.Hello):
+                welcome = protocol.Welcome(message.id, 0, FACTS, b"")
                 link.sendall(framed(msgspec.structs.replace(welcome, **self._welcome)) + self._then)
             elif isinstance(message, protocol.Ping):
                 link.sendall(framed(protocol.PeerDone(message.id)))
@@ -361,9 +368,10 @@ def region(number: int, **changes: object) -> protocol.PeerRegion:
         (framed(protocol.PeerAbort(1, -5, [1], 0, 1)), "PeerAbort with a number that cannot be"),
         (framed(protocol.RailConnect(1, 0, 0, False, 1)), "unexpected RailConnect"),
         (framed(protocol.FenceRail(1, 1)), "unexpected FenceRail"),
-        (framed(protocol.Look(1)), "unexpected Look"),
-        (framed(protocol.Looked(1, FACTS, [])), "unexpected Looked"),
-        (framed(protocol.Hello(1, 2, 5, "hostile", 0, FACTS)), "unexpected Hello"),
+        (framed(protocol.Look(1, [])), "unexpected Look"),
+        (framed(protocol.Looked(1, FACTS, [], b"")), "unexpected Looked"),
+        (framed(greeting(5)[0]), "unexpected Opening"),
+        (framed(greeting(5)[1]), "unexpected Hello"),
         (raw(t="RailState", rail=0, up=2), "not a message"),
         (raw(t="RailLost", connection=[]), "not a message"),
     ],
@@ -462,7 +470,8 @@ def test_names_that_a_peer_makes_up_fill_no_table_of_errors(scene: Scene) -> Non
         with socket.create_connection(protocol.parse_session(scene.decode.session)) as link:
             link.settimeout(20)
             name = f"made up {number}"
-            link.sendall(framed(protocol.Hello(1, protocol.PROTOCOL_VERSION, next(INSTANCES), name, 0, FACTS)))
+            link.sendall(b"".join(map(framed, greeting(next(INSTANCES), name, FACTS))))
+            assert isinstance(received(link), protocol.Challenge)
             assert isinstance(received(link), protocol.Welcome)
             link.sendall(framed(protocol.RailState(9, up=True)))
             ends(link)

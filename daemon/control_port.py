@@ -1,0 +1,115 @@
+"""The control port, where other daemons connect: each connection becomes a Link, behind TLS if it is configured. Main
+thread only."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Final, NoReturn
+
+from railrelay.client import protocol
+from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.daemon.acceptor import Acceptor
+from railrelay.daemon.config import Config, ConfigError, check_listening
+from railrelay.daemon.link import TLS_HANDSHAKE, Link
+from railrelay.daemon.node_state import Report
+
+HANDSHAKE_S: Final = 5.0
+_BACKLOG: Final = 512
+
+
+def listening(config: Config) -> socket.socket:
+    """Bound; nothing is accepted yet. ConfigError, OSError with the option in its text."""
+    host, port = config.node.host, config.node.port
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    except OSError as failure:
+        raise OSError(failure.errno, f"node.host: {host!r}: {failure.strerror}") from None
+    try:
+        check_listening(config, "node.host", str(address[0]))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except ConfigError:
+        listener.close()
+        raise
+    except OSError as failure:
+        listener.close()
+        raise OSError(failure.errno, f"node.port: cannot listen on {host} port {port}: {failure.strerror}") from None
+    return listener
+
+
+class ControlPort:
+    """Owns the listener. ``new_link()`` gives None for a connection that is one too many. Closes idempotently."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        tls: ssl.SSLContext | None,
+        new_link: Callable[[], Link | None],
+        report: Report,
+    ) -> None:
+        listener.listen(_BACKLOG)
+        self._tls = tls
+        self._new_link = new_link
+        self._report = report
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._acceptor = Acceptor(listener, "control port", self._accept, report)
+
+    def close(self) -> None:
+        self._acceptor.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def _accept(self, accepted: socket.socket) -> None:
+        link = self._new_link()
+        if link is None:
+            accepted.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._connect(link, accepted))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, link: Link, accepted: socket.socket) -> None:
+        tls = self._tls
+        try:
+            link.address = accepted.getpeername()[0]
+            if tls is not None and not await _speaks_tls(accepted):
+                tls, link.handlers = None, {protocol.Opening: lambda _: self._want_tls(link)}
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: link, accepted, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S if tls is not None else None
+            )
+        except OSError as failure:
+            accepted.close()
+            why = f"{failure.reason if isinstance(failure, ssl.SSLError) else failure}"
+            if tls is not None:
+                text = f"control connection of {link.address}: no TLS with a certificate of security.tls_ca: {why}"
+                self._report(ErrorCode.UNAUTHENTICATED, text, key=f"{link.address}: TLS")
+            link.close(why)
+        except BaseException:
+            accepted.close()
+            link.close("the daemon ends")
+            raise
+
+    def _want_tls(self, link: Link) -> NoReturn:
+        wrong = (
+            f"the peer at {link.address} connects without TLS; set security.tls_certificate, tls_key and tls_ca there"
+        )
+        self._report(ErrorCode.UNAUTHENTICATED, wrong, key=f"{link.address}: TLS")
+        asyncio.get_running_loop().call_soon(link.close, wrong)  # behind the answer
+        raise RelayError(ErrorCode.UNAUTHENTICATED, wrong)
+
+
+async def _speaks_tls(accepted: socket.socket) -> bool:
+    """By its first bytes, which stay to be read. TimeoutError if none come."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(accepted.fileno(), readable.set)
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            await readable.wait()
+    finally:
+        loop.remove_reader(accepted.fileno())
+    return accepted.recv(1, socket.MSG_PEEK) == TLS_HANDSHAKE[:1]
