@@ -6,9 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import grp
 import os
-import pwd
 import select
 import socket
 import stat
@@ -36,6 +34,9 @@ MAX_FDS: Final = 4  # in a packet from a client
 PACKETS_A_TURN: Final = 16
 ATTACH_TIMEOUT_S: Final = 5.0
 _UCRED: Final = struct.Struct("iII")
+_SO_PEERGROUPS: Final = 59
+_GID: Final = struct.Struct("I")
+_GROUPS_MAX: Final = 256  # more bytes Python does not ask for
 
 
 class ClientSocket:
@@ -202,11 +203,13 @@ class ClientSocket:
 class ClientServer:
     """Owns the control socket of the daemon. Closes idempotently."""
 
-    def __init__(self, path: Path, group: str, admit: Callable[[socket.socket, int], None], report: Report) -> None:
-        """``admit(socket, pid)`` gets connections of the daemon's user, of root and of the group. InstanceTaken,
-        OSError."""
+    def __init__(
+        self, path: Path, gid: int | None, admit: Callable[[socket.socket, int], None], report: Report
+    ) -> None:
+        """``admit(socket, pid)`` gets connections of the daemon's user, of root and of the group, if there is one.
+        InstanceTaken, OSError."""
         self._path = path
-        self._gid = grp.getgrnam(group).gr_gid if group else None
+        self._gid = gid
         self._admit = admit
         self._report = report
         self._acceptor = Acceptor(_listening(path, self._gid), f"control socket {path}", self._check, report)
@@ -220,7 +223,7 @@ class ClientServer:
 
     def _check(self, unix: socket.socket) -> None:
         pid, uid, gid = _UCRED.unpack(unix.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        if pid and (uid in (0, os.geteuid()) or self._in_group(uid, gid)):
+        if pid and (uid in (0, os.geteuid()) or self._gid in (gid, *_groups(unix))):
             self._admit(unix, pid)
             return
         text = (
@@ -233,15 +236,14 @@ class ClientServer:
             unix.send(protocol.encode(protocol.Failed(0, ErrorCode.DENIED, text)))
         unix.close()
 
-    def _in_group(self, uid: int, gid: int) -> bool:
-        if self._gid is None:
-            return False
-        if gid == self._gid:
-            return True
-        try:
-            return self._gid in os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
-        except KeyError:
-            return False
+
+def _groups(unix: socket.socket) -> list[int]:
+    """Those that the process had beside its own when it connected, whatever the user database says of its user."""
+    try:
+        raw = unix.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_MAX * _GID.size)
+    except OSError:  # it is in more: its own group has to do
+        return []
+    return [gid for (gid,) in _GID.iter_unpack(raw)]
 
 
 def _listening(path: Path, gid: int | None) -> socket.socket:

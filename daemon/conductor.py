@@ -113,7 +113,7 @@ class Conductor:
         rails.serve(self._sessions.admit, self._sessions.expired)
         port = control_port.ControlPort(listener, accepting, self._sessions.new_link, self._error)
         closing(port.close)
-        clients = ClientServer(self.socket_path, config.node.group, self._clients.admit, self._error)
+        clients = ClientServer(self.socket_path, config.gid, self._clients.admit, self._error)
         closing(clients.close)
         closing(self._stop_ticking)
         self._look()

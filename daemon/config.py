@@ -273,6 +273,11 @@ class Config(_Section, frozen=True):
     rail: tuple[Rail, ...] = (Rail(address="127.0.0.1"),)
 
     @property
+    def gid(self) -> int | None:
+        """Of node.group."""
+        return grp.getgrnam(self.node.group).gr_gid if self.node.group else None
+
+    @property
     def spin_us(self) -> int:
         if self.data.spin_us >= 0:
             return self.data.spin_us

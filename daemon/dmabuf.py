@@ -1,5 +1,6 @@
 """The dma-buf of relay memory on a GPU, by which a verbs device registers it. Its export needs a CUDA context, which
-the daemon never has: a process of its own makes one, exports, hands the descriptor over and ends."""
+the daemon never has: a process of its own makes one, zeroes the new memory (the driver does not promise that nothing of
+its last owner is in it), exports, hands the descriptor over and ends."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ TEXT_BYTES: Final = 4096
 
 
 async def export(fd: int, nbytes: int, gpu: str) -> int:
-    """A dma-buf descriptor of VMM memory of the GPU with this UUID. RelayError."""
+    """A dma-buf descriptor of new VMM memory of the GPU with this UUID, which is zeroed. RelayError."""
     text, exported = "", -1
     try:
         with contextlib.ExitStack() as held:
@@ -87,6 +88,7 @@ def main() -> int:
         try:
             device = cuda.Gpu(gpu)
             memory = device.open_vmm(fd, nbytes)
+            device.fill(memory.address, 0, nbytes)
             with device.current():
                 exported = cuda.dmabuf(memory.address, nbytes)
         except (RelayError, OSError) as failure:

@@ -52,6 +52,7 @@ class Source:
     fd: int = -1
     handle: bytes = b""
     handle_bytes: int = 0
+    wipe: bool = False
 
 
 class Helper:
@@ -107,8 +108,9 @@ class Helper:
     async def add(self, memory: int, source: Source) -> None:
         """RelayError if the helper cannot map it. Nothing happens once the rail is down."""
         message = AddMemory(
-            memory, source.base, source.nbytes, source.kind, source.offset, source.handle, source.handle_bytes
-        )
+            memory, source.base, source.nbytes, source.kind, source.offset, source.handle, source.handle_bytes,
+            source.wipe,
+        )  # fmt: skip
         await self._ask(message, [source.fd] if source.fd >= 0 else [])
 
     async def remove(self, memory: int) -> None:

@@ -38,7 +38,8 @@ log = logging.getLogger("railrelay")
 
 class AddMemory(Message, frozen=True, tag="AddMemory"):
     """Memory that the daemon knows under ``base``. kind: "host" (a descriptor, from ``offset``), "vmm" (a descriptor of
-    GPU memory of ``handle_bytes``, from ``offset``) or "ipc" (a CUDA handle, from ``offset``)."""
+    GPU memory of ``handle_bytes``, from ``offset``) or "ipc" (a CUDA handle, from ``offset``). wipe: GPU memory that is
+    to be zeroed."""
 
     memory: int
     base: int
@@ -47,6 +48,7 @@ class AddMemory(Message, frozen=True, tag="AddMemory"):
     offset: int
     handle: bytes = b""
     handle_bytes: int = 0
+    wipe: bool = False
 
 
 class RemoveMemory(Message, frozen=True, tag="RemoveMemory"):
@@ -143,6 +145,8 @@ class GpuMemory:
         else:
             opened = gpu.open_ipc(message.handle, message.handle_bytes)
         try:
+            if message.wipe:  # the driver does not promise that nothing of its last owner is in it
+                gpu.fill(opened.address + message.offset, 0, message.nbytes)
             mover.add_address(number, message.base, message.nbytes, opened.address + message.offset)
         except BaseException:
             gpu.unmap(opened)

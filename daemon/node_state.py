@@ -82,6 +82,8 @@ class NodeState:
                 nic=facts.nic,
                 down=not facts.up,
             )
+        if config.gid is not None:  # the admin commands read it by name
+            os.fchown(self.segment.fd, -1, config.gid)
         self.segment.publish()
         self.reader_fd = segment.open_object(self.segment.name)  # read-only, so that no client can write
 

@@ -192,7 +192,10 @@ class Requests:
         """The data plane of an emulated rail knows relay memory by a made-up address; only the helper maps it."""
         helpers = self._ctx.helpers
         kind = "vmm" if memory.device else "host"
-        source = Source(made_up_base(memory.number), memory.nbytes, kind, fd=memory.fd, handle_bytes=memory.nbytes)
+        source = Source(
+            made_up_base(memory.number), memory.nbytes, kind, fd=memory.fd, handle_bytes=memory.nbytes,
+            wipe=bool(memory.device),
+        )  # fmt: skip
         await helpers.add(memory.number, source, rail)
 
     async def _register(self, client: Client, message: protocol.Register, fds: list[int]) -> Reply:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import gpus, memory, patterns, processes
-from helpers.gpus import Card, Control, Link, Place
+from helpers import gpus, memory, patterns, processes, rail_devices
+from helpers.gpus import Card, Control, Driver, Link, Place
 from helpers.nodes import SMALL, Node, Nodes, config_text, new_instance
+from helpers.raw_client import RawClient
 from helpers.waiting import until
 
-from railrelay.client import Client, PageLayout, RelayError, Result, TransferError, cuda
+from railrelay.client import Client, PageLayout, RelayError, Result, TransferError, cuda, protocol
 from railrelay.client.errors import ErrorCode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.system]
@@ -334,3 +335,28 @@ def test_what_only_an_emulated_nic_reaches_goes_through_a_lane_on_a_tcp_rail(
         link = gpus.link(sender, receiver, source, gpus.make(receiver, NBYTES, "shared"))
         moved(link, 1)
         assert sender.counters()["slots"]
+
+@rail_devices.every_nic()
+def test_a_client_that_inherits_a_lane_reads_nothing_of_the_one_before(
+    nodes: Nodes, gpu: Card, driver: Driver, nic: str
+) -> None:
+    """Nor of whoever had the memory before that: what the driver hands out is not zeroed by itself (the stand-in's is
+    full of 0xdb). "tcp" stands for the emulated NIC."""
+    if nic == "verbs":
+        if driver.is_real:
+            pytest.skip("the stand-in for verbs takes no dma-buf of a real GPU")
+        nodes.environment["CUDA_DRIVER_DMABUF"] = "1"
+        node = nodes.start(1, rail={"memory": "device", "gpu": gpu.ordinal})
+    else:
+        node = start(nodes, [gpu.ordinal])
+    for rank in range(3):
+        with RawClient(node.socket, rank) as raw:
+            raw.attach()
+            leased, fds = raw.ask(protocol.LeaseLane(raw.new_id(), 0), protocol.Leased)
+            assert leased.memory == "device"
+            lane = gpu.open_vmm(fds[0], leased.bytes)
+            found = gpu.read(lane.address, leased.bytes)
+            gpu.fill(lane.address, 0x10 + rank, leased.bytes)  # KV that it leaves behind
+            gpu.unmap(lane)
+        assert not np.count_nonzero(found), f"{np.count_nonzero(found)} foreign bytes"
+        until(lambda: not node.cli("clients")["clients"], "the lane is free")

@@ -28,6 +28,7 @@
 #define GPUS_MAX 8
 #define PAGE_BYTES 4096ull
 #define GRANULARITY_BYTES (2ull << 20)
+#define DIRTY_BYTES (64ull << 20)
 #define PITCH_MAX 0x7fffffffull
 #define CONTEXTS_MAX 16
 
@@ -289,6 +290,15 @@ static uint64_t address_space(uint64_t bytes, uint64_t alignment)
 }
 
 static void give_back(uint64_t address, uint64_t bytes) { munmap((void *)(uintptr_t)address, rounded(bytes)); }
+
+/* What a driver hands out may hold what was there before: it has made no promise. */
+static void make_dirty(int fd, uint64_t bytes)
+{
+    static uint8_t old[1 << 16];
+    memset(old, 0xdb, sizeof old);
+    for (uint64_t at = 0; at < bytes && at < DIRTY_BYTES; at += sizeof old)
+        if (pwrite(fd, old, sizeof old, (off_t)at) < 0) return;
+}
 
 /* The name tells an importer which GPU the memory is of. */
 static int gpu_memory(int device, uint64_t bytes, const char *kind)
@@ -1378,6 +1388,7 @@ static CUresult mem_create(uint64_t *handle, size_t bytes, const struct properti
     if (no_room(device, bytes)) return leave(OUT_OF_MEMORY);
     int fd = gpu_memory(device, bytes, "vmm");
     if (fd < 0) return leave(OUT_OF_MEMORY);
+    make_dirty(fd, bytes);
     *handle = (uint64_t)(uintptr_t)add_allocation(fd, bytes, device, properties->handle_types == 1);
     return leave(SUCCESS);
 }
