@@ -260,6 +260,7 @@ class Attachment:
                     route=self.wish.route,
                     direct_slice_bytes=facts.direct_slice_bytes,
                     express_bytes=facts.express_bytes,
+                    bytes_max=facts.bytes_max,
                     feeder_cpu=self.wish.feeder_cpu,
                 )
         finally:

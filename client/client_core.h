@@ -223,6 +223,7 @@ struct rc_core {
     struct rr_slice_times *slot_times;
     uint32_t rail_count, own_rail, route, rank;
     uint64_t direct_slice_bytes, express_bytes;
+    uint64_t bytes_max, bytes_in_flight; /* of all transfers; bytes_max 0: no limit */
     int kick_fds[RR_MAX_RAILS];
     int completion_fd, feeder_cpu, pid;
     struct rc_lane lanes[RR_MAX_RAILS];
@@ -272,7 +273,7 @@ static inline int rc_lane_is_leased(const struct rc_lane *lane) { return lane->m
 struct rr_lane *rc_shared_lane(struct rc_core *core, uint32_t rail);
 __attribute__((format(printf, 3, 4))) int rc_fail(struct rc_error *error, const char *code, const char *format, ...); /* -1 */
 struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
-                        uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
+                        uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, uint64_t bytes_max, int feeder_cpu,
                         struct rc_error *error);
 void rc_stop(struct rc_core *core);
 void rc_close(struct rc_core *core);

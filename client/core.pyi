@@ -70,6 +70,7 @@ class ClientCore:
         route: int,
         direct_slice_bytes: int,
         express_bytes: int,
+        bytes_max: int,
         feeder_cpu: int,
     ) -> None:
         """Maps both segments (fds may be closed afterwards), starts the feeder thread. OSError, or SubmitError("abi")."""

@@ -93,8 +93,8 @@ cdef extern from "client_core.h" nogil:
         uint32_t index, generation, result
         uint64_t bytes_done, bytes
     rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
-                     uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
-                     rc_error *error)
+                     uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, uint64_t bytes_max,
+                     int feeder_cpu, rc_error *error)
     void rc_stop(rc_core *)
     void rc_close_copiers(rc_core *)
     void rc_forget_local_signal(rc_core *)
@@ -365,7 +365,7 @@ cdef class ClientCore:
     cdef object __weakref__
 
     def __init__(self, int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, kick_fds, *, uint32_t own_rail,
-                 uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu):
+                 uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, uint64_t bytes_max, int feeder_cpu):
         cdef int[RR_MAX_RAILS] kicks
         cdef rc_error error
         if self.core is not NULL:
@@ -375,7 +375,7 @@ cdef class ClientCore:
         for i, fd in enumerate(kick_fds):
             kicks[i] = fd
         self.core = rc_open(segment_fd, segment_bytes, node_fd, node_bytes, kicks, len(kick_fds), own_rail, route, direct_slice_bytes,
-                            express_bytes, feeder_cpu, &error)
+                            express_bytes, bytes_max, feeder_cpu, &error)
         if self.core is NULL:
             raise SubmitError(error.code.decode(), (<bytes> error.text).decode(errors="replace"))
         with _cores_lock:

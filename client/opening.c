@@ -54,7 +54,7 @@ static int check_header(void *base, uint64_t bytes, uint32_t kind, struct rc_err
 }
 
 struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
-                        uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, int feeder_cpu,
+                        uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, uint64_t bytes_max, int feeder_cpu,
                         struct rc_error *error)
 {
     struct rc_core *core = calloc(1, sizeof *core);
@@ -85,6 +85,7 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
     core->route = route;
     core->direct_slice_bytes = direct_slice_bytes;
     core->express_bytes = express_bytes;
+    core->bytes_max = bytes_max;
     core->feeder_cpu = feeder_cpu;
     core->rails = area((void *)core->node, RR_AREA_RAILS);
     core->control = area(core->segment, RR_AREA_CONTROL);

@@ -84,6 +84,15 @@ class Unregister(Message, frozen=True, tag="Unregister"):
     region: int
 
 
+class OfferRegion(Message, frozen=True, tag="OfferRegion"):
+    """Asks for the capability of an own region by which the daemon of ``session`` alone may open it. Answered by
+    Offered."""
+
+    id: int
+    region: int
+    session: str
+
+
 class ConnectPeer(Message, frozen=True, tag="ConnectPeer"):
     """Session of a peer daemon, ``host:port`` or ``[v6]:port``. Answered by PeerConnected."""
 
@@ -158,6 +167,8 @@ class Fence(Message, frozen=True, tag="Fence"):
 
 
 class Attached(Message, frozen=True, tag="Attached"):
+    """bytes_max: of all transfers that the client has in flight, 0: no limit; callers wait for it."""
+
     id: int
     client: int
     serial: int
@@ -170,6 +181,7 @@ class Attached(Message, frozen=True, tag="Attached"):
     bounce_bytes: int
     direct_slice_bytes: int
     express_bytes: int
+    bytes_max: int
 
 
 class Leased(Message, frozen=True, tag="Leased"):
@@ -192,6 +204,11 @@ class Registered(Message, frozen=True, tag="Registered"):
     capability: bytes
     bounces: bool
     direct: bool
+
+
+class Offered(Message, frozen=True, tag="Offered"):
+    id: int
+    capability: bytes
 
 
 class PeerConnected(Message, frozen=True, tag="PeerConnected"):
@@ -283,6 +300,7 @@ ClientRequest = (
     | LeaseLane
     | Register
     | Unregister
+    | OfferRegion
     | ConnectPeer
     | OpenRegion
     | CloseRegion
@@ -296,6 +314,7 @@ ClientReply = (
     Attached
     | Leased
     | Registered
+    | Offered
     | PeerConnected
     | RegionOpened
     | Aborted

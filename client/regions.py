@@ -39,7 +39,7 @@ class Addressed(Protocol):
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a peer needs to write into a region. Whoever holds it may write there: it is a secret of the two engines."""
+    """What a peer needs to write into a region. It is a secret of the two engines; see Region.offer()."""
 
     session: str
     capability: bytes
@@ -93,16 +93,23 @@ class Region:
         """From register() until unregister()."""
         return self._registered
 
-    def offer(self) -> bytes:
+    def offer(self, *, to: str | None = None) -> bytes:
         """Bytes for the peer's engine, by the engines' own channel; it passes them to Client.open(). They hold until
-        the daemon of this node ends. Raises RegionError, and DaemonGone while there is no daemon."""
+        the daemon of this node ends.
+
+        Whoever holds them may write into the region, from any node that the daemon lets in. With ``to``, the session of
+        one daemon (Client.session of its engines), no other daemon can open it; each session gets an offer of its own.
+        How far a session is to be believed, README's "Who may do what" says. Raises RegionError, PeerError, and
+        DaemonGone while there is no daemon."""
         attachment = self._attachment
         if attachment is None or not self._registered:
             raise RegionError(ErrorCode.REGION_GONE, f"{self} is not registered any more")
-        attachment.connection.check()
-        return msgspec.msgpack.encode(
-            Offer(attachment.session, self._capability, self.address, self.nbytes, self.rail)
-        )
+        connection, capability = attachment.connection, self._capability
+        connection.check()
+        if to is not None:
+            request = protocol.OfferRegion(connection.new_id(), self.index, to)
+            capability = connection.ask(request, protocol.Offered).capability
+        return msgspec.msgpack.encode(Offer(attachment.session, capability, self.address, self.nbytes, self.rail))
 
     def unregister(self, timeout: float = 5.0) -> None:
         """Ends the registration; once it returns nobody reads or writes the memory, and peers' writes are refused.
@@ -189,9 +196,9 @@ class Buffer:
         self.address = region.address
         self.nbytes = region.nbytes
 
-    def offer(self) -> bytes:
+    def offer(self, *, to: str | None = None) -> bytes:
         """What a peer's engine needs to write into it; see Region.offer."""
-        return self.region.offer()
+        return self.region.offer(to=to)
 
     def close(self, timeout: float = 5.0) -> None:
         """Unregisters (see Region.unregister) and drops the mapping, which ends with the last view of ``array``.

@@ -7,6 +7,11 @@
 #include "client_core.h"
 #include "overlap.h"
 
+static int has_room(const struct rc_core *core, const struct rc_submission *s)
+{
+    return !core->bytes_max || !core->bytes_in_flight || (s->bytes <= core->bytes_max && core->bytes_in_flight <= core->bytes_max - s->bytes);
+}
+
 static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_error *error)
 {
     uint64_t give_up = s->timeout_ns ? rr_now_ns() + s->timeout_ns : 0;
@@ -19,8 +24,9 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
                                rg_error_name(&core->gpu, (rg_result)core->gpu_failure));
             return rc_fail(error, "daemon_gone", "the relay daemon is gone");
         }
-        if (!core->free_count) rc_reap(core);
-        if (core->free_count) {
+        if (!core->free_count || !has_room(core, s)) rc_reap(core);
+        if (core->free_count && has_room(core, s)) {
+            core->bytes_in_flight += s->bytes;
             s->index = core->free_entries[--core->free_count];
             s->generation = ++core->generations[s->index];
             if (s->generation == 0) s->generation = ++core->generations[s->index];
@@ -30,9 +36,17 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
             pthread_mutex_unlock(&core->queue);
             break;
         }
+        int full = !core->free_count;
+        uint64_t in_flight = core->bytes_in_flight;
         pthread_mutex_unlock(&core->queue);
-        if (give_up && rr_now_ns() > give_up)
-            return rc_fail(error, "limit", "all %u transfers of this client are in flight and none ended within the time-out", core->facts.transfers);
+        if (give_up && rr_now_ns() > give_up) {
+            const char *next = "within the time-out; wait for some, or raise";
+            if (full)
+                return rc_fail(error, "limit", "all %u transfers of this client are in flight and none ended %s relay.transfers",
+                               core->facts.transfers, next);
+            return rc_fail(error, "limit", "%llu bytes beside %llu in flight, of %llu, and too few ended %s limits.bytes_per_client",
+                           (unsigned long long)s->bytes, (unsigned long long)in_flight, (unsigned long long)core->bytes_max, next);
+        }
         struct timespec nap = {0, 200000};
         nanosleep(&nap, NULL);
     }

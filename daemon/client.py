@@ -46,7 +46,6 @@ class Region:
 
     client: Client
     index: int
-    capability: bytes
     address: int
     nbytes: int
     rail: int
@@ -56,6 +55,7 @@ class Region:
     kind: str = "host"  # or "vmm", "ipc": what kind of memory that is
     handed: Handed = field(default_factory=Handed)
     keys: Keys = field(default_factory=Keys)  # on verbs rails
+    offers: dict[str, bytes] = field(default_factory=dict)  # session that may open it ("": any) -> capability
 
 
 @dataclass(eq=False)

@@ -116,6 +116,10 @@ class Clients:
                 reply = await answer if inspect.isawaitable(answer) else answer
         except RelayError as failure:
             reply = protocol.Failed(message.id, failure.code, failure.text)
+            client = self._sockets.get(connection)
+            if failure.code is ErrorCode.LIMIT and client is not None:
+                self._ctx.state.client_refused(client.row)
+                self._ctx.state.error(failure.code, f"{client}: {failure.text}", key=f"{client}: {failure.text}")
         except NoSharedMemory as failure:
             reply = protocol.Failed(message.id, ErrorCode.NO_MEMORY, failure.strerror or "")
             self._ctx.state.error(ErrorCode.NO_MEMORY, failure.strerror or "", key="shared memory is full")
@@ -177,7 +181,7 @@ class Clients:
             protocol.Attached(
                 message.id, row, client.serial, ctx.instance, ctx.session, own_rail, segment.nbytes,
                 ctx.state.segment.nbytes, relay.lane_bytes, relay.bounce_bytes, int(relay.direct_slice_bytes),
-                int(relay.express_bytes),
+                int(relay.express_bytes), int(config.limits.bytes_per_client),
             ),
             (segment.fd, ctx.state.reader_fd, *kick_fds),
         )  # fmt: skip

@@ -21,7 +21,7 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, Result
 from railrelay.daemon import authentication, control_port, discovery, plane, verbs
 from railrelay.daemon.authentication import Secrets
-from railrelay.daemon.client import Client, Region
+from railrelay.daemon.client import Client
 from railrelay.daemon.client_socket import ClientServer
 from railrelay.daemon.clients import Clients
 from railrelay.daemon.commands import Commands
@@ -32,6 +32,7 @@ from railrelay.daemon.flush import Flush
 from railrelay.daemon.instance import Instance
 from railrelay.daemon.local_route import LocalRoute
 from railrelay.daemon.node_state import NodeState
+from railrelay.daemon.offers import Offers
 from railrelay.daemon.peers import Peers
 from railrelay.daemon.rails import Rails
 from railrelay.daemon.requests import Requests
@@ -130,6 +131,7 @@ class Conductor:
             max_exports=limits.max_exports,
             regions_per_client=limits.regions_per_client,
             remotes_per_client=limits.remotes_per_client,
+            direct_slice_bytes=int(config.relay.direct_slice_bytes),
             spin_us=config.spin_us,
         )
         for number, rail in enumerate(config.rail):
@@ -151,13 +153,13 @@ class Conductor:
 
     def _build(self, rails: Rails) -> None:
         by_row: dict[int, Client] = {}
-        regions: dict[bytes, Region] = {}
+        offers = Offers(self.session, self.config.limits.offers_per_region)
         self._transfers = Transfers(self.ctx, by_row)
         self._peers = Peers(self.ctx, self._transfers.abort)
         flush = Flush(self.ctx)
-        self._sessions = Sessions(self.ctx, rails, regions, flush)
+        self._sessions = Sessions(self.ctx, rails, offers, flush)
         self._local = LocalRoute(self.ctx)
-        requests = Requests(self.ctx, regions, self._sessions, self._peers, self._transfers, self._local, flush)
+        requests = Requests(self.ctx, offers, self._sessions, self._peers, self._transfers, self._local, flush)
         self._clients = Clients(self.ctx, by_row, requests, self._sessions, self._peers, self._transfers, self._local)
 
     # ---- the duty cycle ----

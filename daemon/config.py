@@ -72,6 +72,9 @@ EXAMPLE: Final = """\
 # max_peers = 64
 # max_exports = 4096            # regions opened by peers
 # regions_per_client = 1024
+# lanes_per_client = 16         # each takes relay.slots x slot_bytes
+# bytes_per_client = 0          # of transfers in flight, or one larger transfer alone; callers wait. 0: no limit
+# offers_per_region = 4096      # to single peers
 # remotes_per_client = 4096
 # trace_records = 4096          # a rail: the latest slices, for `railrelay trace`; power of two
 
@@ -207,6 +210,9 @@ class Limits(_Section, frozen=True):
     max_peers: int = 64
     max_exports: int = 4096
     regions_per_client: int = 1024
+    lanes_per_client: int = MAX_RAILS
+    bytes_per_client: Bytes = Bytes(0)
+    offers_per_region: int = 4096
     remotes_per_client: int = 4096
     trace_records: int = 4096
 
@@ -320,6 +326,9 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "limits.max_peers": (1, 1024),
     "limits.max_exports": (1, 1 << 20),
     "limits.regions_per_client": (1, 1 << 20),
+    "limits.lanes_per_client": (1, MAX_RAILS),
+    "limits.bytes_per_client": (0, 1 << 60),
+    "limits.offers_per_region": (1, 1 << 20),
     "limits.remotes_per_client": (1, 1 << 20),
     "limits.trace_records": (64, 1 << 20),
     "timeouts.connect_s": (0.05, 600),

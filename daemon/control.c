@@ -21,7 +21,7 @@ static void *area(const void *segment, uint32_t id)
 }
 
 struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
-                                 uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns)
+                                 uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t direct_slice_bytes, uint64_t spin_ns)
 {
     struct rr_plane *plane = calloc(1, sizeof *plane);
     if (!plane) return NULL;
@@ -37,6 +37,7 @@ struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_pee
     plane->table_entries = plane->node->table_entries;
     plane->bounce_slots = plane->node->bounce_slots;
     plane->slot_bytes = plane->node->slot_bytes;
+    plane->direct_slice_bytes = direct_slice_bytes;
     plane->spin_ns = spin_ns;
     plane->rail_states = area(node, RR_AREA_RAILS);
     plane->lane_states = area(node, RR_AREA_LANES);

@@ -106,11 +106,16 @@ class NodeState:
     ) -> None:
         attached_ns = time.time_ns() if state is ClientState.ATTACHED else 0
         self._clients.write(
-            row, pid=pid, rank=rank, serial=serial, name=name, attached_ns=attached_ns, regions=0, lanes=0, state=state
-        )
+            row, pid=pid, rank=rank, serial=serial, name=name, attached_ns=attached_ns, regions=0, lanes=0, refused=0,
+            state=state,
+        )  # fmt: skip
 
     def client_counts(self, row: int, *, regions: int, lanes: int) -> None:
         self._clients.write(row, regions=regions, lanes=lanes)
+
+    def client_refused(self, row: int) -> None:
+        """It has asked for more than its limit."""
+        self._clients.set(row, "refused", self._clients.get(row, "refused") + 1)
 
     def client_draining(self, row: int) -> None:
         self._clients.set(row, "state", ClientState.DRAINING)

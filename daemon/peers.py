@@ -238,7 +238,9 @@ class Peers:
                 link = await self._dial(peer)
             except PeerRefused as refusal:
                 if refusal.code is not ErrorCode.DRAINING or not peer.instance:
-                    self.drop(peer, f"refused: {refusal.text}", refusal.code)
+                    stranger = refusal.code is ErrorCode.UNAUTHENTICATED
+                    code = ErrorCode.UNAUTHENTICATED if stranger else ErrorCode.PEER_LOST
+                    self.drop(peer, f"refused: {refusal.text}", code)
                     return
                 peer.failure = refusal
             except (OSError, RelayError) as failure:

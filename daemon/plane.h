@@ -356,7 +356,7 @@ struct rr_plane {
     uint32_t slots, table_entries, bounce_slots;
     uint32_t remote_version; /* main thread */
     struct rr_peer_aborts *peers; /* [max_peers] */
-    uint64_t slot_bytes, spin_ns;
+    uint64_t slot_bytes, direct_slice_bytes, spin_ns;
     struct rr_rail rails[RR_MAX_RAILS];
     struct rr_client **clients;
     struct rr_export *exports;
@@ -385,7 +385,7 @@ struct rr_holder {
 
 /* ---- control.c: main thread ---- */
 struct rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
-                                 uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns);
+                                 uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t direct_slice_bytes, uint64_t spin_ns);
 /* rail or -errno, with plane->error set where a number does not say it. options: verbs NIC. */
 int rr_plane_add_rail(struct rr_plane *plane, const char *nic, int cpu, uint64_t bytes_per_s, const struct rr_verbs_options *options);
 int rr_plane_fail_nic(struct rr_plane *plane, uint32_t rail, uint32_t result);

@@ -46,6 +46,7 @@ class DataPlane:
         max_exports: int,
         regions_per_client: int,
         remotes_per_client: int,
+        direct_slice_bytes: int,
         spin_us: int,
     ) -> None:
         """``node_segment``: the mapped, published node segment (rail, lane, client states are found through its table)."""

@@ -73,7 +73,7 @@ cdef extern from "plane.h" nogil:
         uint32_t rail_count, max_clients, regions_per_client
         rr_client **clients
     rr_plane *rr_plane_create(void *node, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
-                              uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t spin_ns)
+                              uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t direct_slice_bytes, uint64_t spin_ns)
     int rr_plane_add_rail(rr_plane *, const char *nic, int cpu, uint64_t bytes_per_s, const rr_verbs_options *)
     int rr_plane_fail_nic(rr_plane *, uint32_t rail, uint32_t result)
     int rr_plane_start(rr_plane *)
@@ -228,13 +228,13 @@ cdef class DataPlane:
     cdef bint has_node
 
     def __init__(self, node_segment, *, uint64_t instance, uint32_t max_peers, uint32_t max_sessions, uint32_t max_exports,
-                 uint32_t regions_per_client, uint32_t remotes_per_client, uint32_t spin_us):
+                 uint32_t regions_per_client, uint32_t remotes_per_client, uint64_t direct_slice_bytes, uint32_t spin_us):
         if self.plane is not NULL:
             raise RuntimeError("a DataPlane is initialised once")
         PyObject_GetBuffer(node_segment, &self.node, PyBUF_WRITABLE)
         self.has_node = True
         self.plane = rr_plane_create(self.node.buf, instance, max_peers, max_sessions, max_exports, regions_per_client,
-                                     remotes_per_client, <uint64_t> spin_us * 1000)
+                                     remotes_per_client, direct_slice_bytes, <uint64_t> spin_us * 1000)
         if self.plane is NULL:
             raise MemoryError("the data plane could not be created")
 

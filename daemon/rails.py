@@ -155,8 +155,8 @@ class Rails:
 
 def check_facts(session: str, instance: int, rails: list[RailFacts]) -> None:
     """Refuses what a peer says of itself if it cannot be right. RelayError."""
-    if not 0 < instance < 1 << 64:
-        raise RelayError(ErrorCode.PROTOCOL, f"{session} has instance {instance}; expected 1 to 2**64 - 1")
+    if not 0 < instance < 1 << 63:
+        raise RelayError(ErrorCode.PROTOCOL, f"{session} has instance {instance}; expected 1 to 2**63 - 1")
     if not 1 <= len(rails) <= MAX_RAILS:
         raise RelayError(ErrorCode.RAIL_MISMATCH, f"{session} has {len(rails)} rails; expected 1 to {MAX_RAILS}")
     for index, facts in enumerate(rails):

@@ -4,11 +4,11 @@ client leaves never resumes."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import itertools
 import mmap
 import os
-import secrets
 import struct
 import time
 from collections.abc import Awaitable, Callable
@@ -29,12 +29,12 @@ from railrelay.daemon.emulated import Source, made_up_base
 from railrelay.daemon.flush import Flush, Place
 from railrelay.daemon.local_route import LocalRoute, handed_of
 from railrelay.daemon.memory import Memory, reserve
+from railrelay.daemon.offers import CAPABILITY_BYTES, Offers
 from railrelay.daemon.peers import Peer, Peers
 from railrelay.daemon.sessions import Sessions
 from railrelay.daemon.transfers import Transfers
 from railrelay.shm_layout import faults
 
-CAPABILITY_BYTES: Final = 16
 LONGEST_WAIT_S: Final = 3600.0
 LARGEST_DEVICE_REGION: Final = 1 << 40  # made-up addresses of one memory
 IPC_BYTES: Final = 64
@@ -47,16 +47,15 @@ class Requests:
     def __init__(
         self,
         ctx: Context,
-        regions: dict[bytes, Region],
+        offers: Offers,
         sessions: Sessions,
         peers: Peers,
         transfers: Transfers,
         local: LocalRoute,
         flush: Flush,
     ) -> None:
-        """``regions``: the offered regions of all clients by capability."""
         self._ctx = ctx
-        self._regions = regions
+        self._offers = offers
         self._sessions = sessions
         self._peers = peers
         self._transfers = transfers
@@ -67,6 +66,7 @@ class Requests:
         self._handlers: dict[type[Message], Callable[[Client, Any], Reply | Awaitable[Reply]]] = {
             protocol.LeaseLane: self._lease_lane,
             protocol.Unregister: self._unregister,
+            protocol.OfferRegion: self._offer_region,
             protocol.ConnectPeer: self._connect_peer,
             protocol.OpenRegion: self._open_region,
             protocol.CloseRegion: self._close_region,
@@ -86,8 +86,7 @@ class Requests:
 
     def forget_regions(self, client: Client) -> None:
         """From now on nobody can open a region of this client."""
-        for capability in [known for known, region in self._regions.items() if region.client is client]:
-            del self._regions[capability]
+        self._offers.withdraw_all(client)
 
     async def forget_memory(self, client: Client) -> None:
         """Verbs devices and helpers of emulated NICs let go of the memory of a client that has nothing in flight any
@@ -122,6 +121,11 @@ class Requests:
         self._check_rail(rail)
         memory = client.lanes.get(rail)
         if memory is None:
+            most = ctx.config.limits.lanes_per_client
+            if len(client.lanes) >= most:
+                raise RelayError(
+                    ErrorCode.LIMIT, f"lane {rail}<-{client.rank}: {client} has {most}; raise limits.lanes_per_client"
+                )
             memory = await self._new_lane(client, rail)
         elif not memory.unregistered:
             raise RelayError(ErrorCode.BAD_ARGUMENT, f"lane {rail}<-{client.rank} is leased to this client already")
@@ -238,7 +242,6 @@ class Requests:
         region = Region(
             client,
             index,
-            secrets.token_bytes(CAPABILITY_BYTES),
             message.address,
             message.bytes,
             rail,
@@ -299,9 +302,9 @@ class Requests:
                     ctx.plane.finish_region_removal(client.row, index, False)
                     client.region_rows.free(index)
                     raise
-            self._regions[region.capability] = region
+            capability = self._offers.offer(region)
             faults.point("daemon.region.offered")
-            reply = protocol.Registered(message.id, index, rail, region.capability, fresh, direct)
+            reply = protocol.Registered(message.id, index, rail, capability, fresh, direct)
             client.socket.send(reply, tuple(memory.fd for memory in client.bounces) if fresh else ())
             for memory in client.bounces:
                 memory.close_fd()
@@ -359,7 +362,7 @@ class Requests:
         region = client.regions.pop(message.region, None)
         if region is None:
             raise RelayError(ErrorCode.BAD_REGION, f"{client} has no region {message.region}")
-        self._regions.pop(region.capability, None)
+        self._offers.withdraw(region)
         faults.point("daemon.region.withdrawing")
         try:
             await self._end_region(client, region)
@@ -374,7 +377,8 @@ class Requests:
         readers = await ctx.commands.to_all(lambda cookie: ctx.plane.remove_region(client.row, index, cookie))
         if readers:
             ctx.plane.finish_region_removal(client.row, index, True)
-            client.regions[index] = self._regions[region.capability] = region
+            client.regions[index] = region
+            self._offers.renew(region)
             raise RelayError(ErrorCode.BUSY, f"{readers} slices in flight read region {index} of {client}")
         writers = await self._local.withdraw(region, ctx.config.timeouts.settle_s)
         if writers:
@@ -397,6 +401,12 @@ class Requests:
                 ErrorCode.BAD_ARGUMENT, f"memory of GPU {device[:64]!r}: {client} uses {client.gpu!r}; one client a GPU"
             )
         client.gpu = device
+
+    def _offer_region(self, client: Client, message: protocol.OfferRegion) -> Reply:
+        region = client.regions.get(message.region)
+        if region is None:
+            raise RelayError(ErrorCode.BAD_REGION, f"{client} has no region {message.region}")
+        return protocol.Offered(message.id, self._offers.offer(region, message.session))
 
     def _check_rail(self, rail: int) -> None:
         if not 0 <= rail < len(self._ctx.rails):
@@ -467,8 +477,11 @@ class Requests:
             message.id, index, opened.address, opened.bytes, opened.rail, opened.owner, opened.window_bytes,
             opened.window_runs,
         )  # fmt: skip
-        # What the peer here has let open is in the table of regions, unless it was withdrawn meanwhile.
-        region = self._regions.get(message.capability) if message.local and peer.instance == ctx.instance else None
+        # What the peer here has let open is offered, unless it was withdrawn meanwhile.
+        region = None
+        if message.local and peer.instance == ctx.instance:
+            with contextlib.suppress(RelayError):
+                region = self._offers.find(message.capability, ctx.session)
         if region is None or not region.handed.handle or not self._local.grant(client, index, region):
             return reply
         faults.point("daemon.local.granted")

@@ -34,13 +34,13 @@ from railrelay.daemon.client_socket import MAX_EVENTS_UNSENT
 from railrelay.daemon.context import Context, run_on_worker
 from railrelay.daemon.flush import Flush
 from railrelay.daemon.link import MAX_REQUESTS, Answer, Link
+from railrelay.daemon.offers import SESSION_CHARACTERS, Offers
 from railrelay.daemon.rails import Rails, check_facts
 from railrelay.daemon.rows import Handles, Rows
 from railrelay.daemon.verbs import checked_endpoint
 from railrelay.shm_layout import faults
 
 HELLO_TIMEOUT_S: Final = 5.0
-SESSION_CHARACTERS: Final = 300  # a host name has at most 253
 MAX_STRANGERS: Final = 64  # control connections that have not authenticated, or said Hello, yet
 KEPT_FENCES: Final = 1024  # a session, of those that wait for nothing
 LONGEST_NEWS_WAIT_S: Final = 60.0
@@ -115,11 +115,10 @@ class Session:
 
 
 class Sessions:
-    def __init__(self, ctx: Context, rails: Rails, regions: dict[bytes, Region], flush: Flush) -> None:
-        """``regions``: the offered regions of all clients by capability."""
+    def __init__(self, ctx: Context, rails: Rails, offers: Offers, flush: Flush) -> None:
         self._ctx = ctx
         self._rails = rails
-        self._regions = regions
+        self._offers = offers
         self._flush = flush
         self._rows = Rows(ctx.config.limits.max_peers)
         self._handles = Handles(ctx.config.limits.max_exports)
@@ -334,9 +333,7 @@ class Sessions:
     # ---- regions ----
 
     def _open(self, session: Session, message: protocol.PeerOpenRegion) -> Answer:
-        region = self._regions.get(message.capability)
-        if region is None:
-            raise RelayError(ErrorCode.BAD_CAPABILITY, f"{self._ctx.session} offers no such region")
+        region = self._offers.find(message.capability, session.name)
         if not region.receive:
             raise RelayError(
                 ErrorCode.BAD_CAPABILITY, f"the region at {self._ctx.session} was registered as a source only"
@@ -408,8 +405,8 @@ class Sessions:
         return protocol.PeerDone(number)
 
     async def withdraw(self, client: Client, region: Region | None = None) -> None:
-        """After this no byte lands in the region, or in any of the client, any more. The capability must be gone from
-        the table already."""
+        """After this no byte lands in the region, or in any of the client, any more. Its offers must be withdrawn
+        already."""
         found = [
             (session, export)
             for session in self._by_index.values()

@@ -189,7 +189,8 @@ enum rr_slice_flags {
     S(T, uint32_t, regions, 24, daemon) \
     S(T, uint32_t, lanes, 28, daemon) \
     A(T, char, name, 64, 32, daemon) \
-    A(T, uint64_t, reserved, 4, 96, daemon)
+    S(T, uint64_t, refused, 96, daemon) \
+    A(T, uint64_t, reserved, 3, 104, daemon)
 
 #define RR_FIELDS_peer_state(S, A, T) \
     S(T, uint32_t, state, 0, daemon) \

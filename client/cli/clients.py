@@ -1,4 +1,5 @@
-"""Shows the engines that are attached to the daemon, and those whose last slices are being drained."""
+"""Shows the engines that are attached to the daemon, and those whose last slices are being drained. REFUSED: requests
+for more than a limit of the configuration allows."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def read(node: Segment) -> list[Row]:
 
 def _lines(clients: Sequence[Row]) -> str:
     return table(
-        ["CLIENT", "RANK", "PID", "NAME", "STATE", "ATTACHED", "REGIONS", "LANES"],
+        ["CLIENT", "RANK", "PID", "NAME", "STATE", "ATTACHED", "REGIONS", "LANES", "REFUSED"],
         [
             [
                 client["client"],
@@ -40,6 +41,7 @@ def _lines(clients: Sequence[Row]) -> str:
                 moment(client["attached_ns"]),
                 client["regions"],
                 client["lanes"],
+                client["refused"],
             ]
             for client in clients
         ],

@@ -22,6 +22,7 @@ from railrelay.daemon.authentication import Secrets
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.context import Context
 from railrelay.daemon.link import Link
+from railrelay.daemon.offers import Offers
 from railrelay.daemon.peers import Peer, Peers, Sender
 from railrelay.daemon.sessions import Session, Sessions
 from railrelay.daemon.takeover import Pair, Takeover
@@ -482,7 +483,7 @@ def test_registration_that_cannot_be_ended_keeps_no_other() -> None:
 
 def test_debt_that_ends_before_it_is_paid_is_no_error() -> None:
     async def scenario(node: Node) -> None:
-        sessions = Sessions(node.ctx, cast("Rails", None), {}, cast("Flush", None))
+        sessions = Sessions(node.ctx, cast("Rails", None), Offers("here:1", 16), cast("Flush", None))
         session, link = Session(0, 7, "there:1", rail_facts()), Link(node.ctx.state.error)
         session.owed["gone", 5, 0] = lambda number: protocol.PeerRegionGone(number, 5)
         sessions._connect(session, link)

@@ -106,6 +106,7 @@ class Node:
             max_exports=64,
             regions_per_client=16,
             remotes_per_client=64,
+            direct_slice_bytes=1 << 30,
             spin_us=0,
         )
         for device in devices:

@@ -215,6 +215,7 @@ def test_a_slice_with_impossible_numbers_ends_its_client(scene: Scene, change: d
         ({"inline_destination": (1 << 64) - 4096}, Result.OUT_OF_BOUNDS),
         ({"inline_length": 0}, Result.OUT_OF_BOUNDS),
         ({"inline_length": 0xFFFFFFFF}, Result.OUT_OF_BOUNDS),
+        ({"inline_length": 262145}, Result.OUT_OF_BOUNDS),  # more than relay.direct_slice_bytes
         ({"inline_source_region": 77}, Result.BAD_REGION),
         ({"inline_source_region": 0xFFFFFFFF}, Result.BAD_REGION),
         ({"inline_remote_region": 0xFFFFFFFF}, Result.BAD_REGION),
@@ -443,8 +444,8 @@ def test_a_source_that_is_truncated_fails_alone(scene: Scene) -> None:
     scene.publish(
         inline_source_region=registered.region,
         inline_source=1 << 20,
-        inline_length=1 << 19,
-        bytes=1 << 19,
+        inline_length=1 << 18,
+        bytes=1 << 18,
     )
     scene.ends()
 

@@ -19,7 +19,7 @@ from helpers.nodes import Node, Nodes, config_text, new_instance
 from helpers.raw_peer import FACTS, RawPeer, Refused, new_secret
 from helpers.waiting import until
 
-from railrelay.client import ErrorCode, PeerError, protocol
+from railrelay.client import ErrorCode, PeerError, RegionError, protocol
 from railrelay.daemon import authentication, checks, config
 from railrelay.daemon.authentication import CONNECTING
 from railrelay.shm_layout import abi, segment
@@ -74,13 +74,18 @@ def unauthenticated(node: Node) -> list[str]:
     return [error["text"] for error in node.errors() if error["code"] == "unauthenticated"]
 
 
+def says(node: Node, text: str) -> None:
+    """A thread of its own writes the log."""
+    until(lambda: text in node.log, f"{node.instance} logs {text!r}")
+
+
 # ---- the secret ----
 
 
 @rail_devices.every_nic()
 def test_daemons_with_the_same_secret_send_to_each_other(nodes: Nodes, known: Options) -> None:
     prefill, decode = nodes.pair((2, 2), security=known)
-    assert "peers authenticate by 1 secret" in prefill.log
+    says(prefill, "peers authenticate by 1 secret")
     sends(prefill, decode)
     sends(decode, prefill)
     assert unauthenticated(prefill) == unauthenticated(decode) == []
@@ -407,7 +412,7 @@ def test_daemons_with_certificates_send_to_each_other_over_tls(
 ) -> None:
     own = {**authority.section("127.0.0.1"), **(known if with_secret else {})}
     prefill, decode = nodes.pair((2, 2), security=own)
-    assert f"peers authenticate by {'1 secret and TLS' if with_secret else 'TLS'}" in prefill.log
+    says(prefill, f"peers authenticate by {'1 secret and TLS' if with_secret else 'TLS'}")
     sends(prefill, decode)
     sends(decode, prefill)
     with prefill.connect(0) as sender, decode.connect(0) as receiver:
@@ -458,7 +463,7 @@ def test_who_has_no_certificate_gets_no_answer_over_tls(nodes: Nodes, authority:
 
 def test_a_daemon_without_a_secret_says_that_it_listens_on_loopback_only(nodes: Nodes) -> None:
     node = nodes.start()
-    assert "no security.secret_files: loopback only" in node.log
+    says(node, "no security.secret_files: loopback only")
     instance = new_instance()
     options: dict[str, Options] = {"node": {"host": "192.0.2.1"}}
     code, last = nodes.fails(config_text(instance, nodes.directory / instance, 1, options))
@@ -477,7 +482,7 @@ def test_a_daemon_without_a_secret_says_that_it_listens_on_loopback_only(nodes: 
 
 def test_a_daemon_that_lets_everybody_in_says_so(nodes: Nodes) -> None:
     node = nodes.start(security={"allow_unauthenticated": True})
-    assert "WARNING security.allow_unauthenticated: whoever reaches" in node.log
+    says(node, "WARNING security.allow_unauthenticated: whoever reaches")
 
 
 def test_doctor_tells_how_peers_authenticate_and_looks_at_a_peer_with_the_secret(
@@ -499,3 +504,63 @@ def test_doctor_tells_how_peers_authenticate_and_looks_at_a_peer_with_the_secret
     stranger = checks.peer_mtu(checks.Node(config.load(plain.config_path), peer=prefill.session))
     assert stranger.result == "fail"
     assert "TLS" in stranger.seen
+
+
+# ---- offers to single peers ----
+
+
+def test_a_region_that_is_offered_to_one_peer_opens_for_no_other(nodes: Nodes, known: Options) -> None:
+    decode, prefill, other = (nodes.start(security=known) for _ in range(3))
+    with decode.connect(0) as receiver, prefill.connect(0) as sender, other.connect(0) as stranger:
+        to_one = receiver.alloc(NBYTES)
+        offer = to_one.offer(to=prefill.session)
+        assert offer == to_one.offer(to=prefill.session)
+        assert offer != to_one.offer(to=other.session)
+        with pytest.raises(RegionError, match=f"offered to {prefill.session} alone, not to {other.session}") as failure:
+            stranger.open(offer)
+        assert failure.value.code is ErrorCode.BAD_CAPABILITY
+        with pytest.raises(RegionError, match="alone, not to"), decode.connect(1) as neighbour:
+            neighbour.open(offer)  # of the same node
+        source = sender.alloc(NBYTES)
+        source.array[:] = patterns.content(NBYTES, 1)
+        remote = sender.open(offer)
+        sender.write(remote, [source.address], [remote.address], NBYTES).wait(30)
+        assert (to_one.array == source.array).all()
+        for client in (sender, stranger):
+            client.open(to_one.offer())  # to whoever holds it
+        stranger.open(to_one.offer(to=other.session))
+        late = to_one.offer(to="127.0.0.1:1")
+        to_one.close()
+        for client, gone in ((sender, offer), (stranger, late)):
+            with pytest.raises(RegionError, match="offers no such region"):
+                client.open(gone)
+
+
+def test_a_region_is_offered_to_a_neighbour_of_the_same_node_alone(nodes: Nodes) -> None:
+    node, other = nodes.pair()
+    with node.connect(0) as receiver, node.connect(1) as sender, other.connect(0) as stranger:
+        target = receiver.alloc(NBYTES)
+        offer = target.offer(to=node.session)
+        source = sender.alloc(NBYTES)
+        source.array[:] = 7
+        remote = sender.open(offer)
+        sender.write(remote, [source.address], [remote.address], NBYTES).wait(30)
+        assert (target.array == 7).all()
+        with pytest.raises(RegionError, match="alone, not to"):
+            stranger.open(offer)
+
+
+def test_an_offer_names_a_session_and_there_are_only_so_many(nodes: Nodes) -> None:
+    node = nodes.start(limits={"offers_per_region": 2})
+    with node.connect(0) as client:
+        target = client.alloc(NBYTES)
+        with pytest.raises(PeerError, match=r"expected host:port"):
+            target.offer(to="node7")
+        with pytest.raises(PeerError, match=r"at most 300"):
+            target.offer(to=f"{'n' * 300}:1")
+        for port in (1, 2):
+            target.offer(to=f"127.0.0.1:{port}")
+        with pytest.raises(RegionError, match=r"2 single peers; raise limits\.offers_per_region"):
+            target.offer(to="127.0.0.1:3")
+        target.offer(to="127.0.0.1:1")
+        target.offer()

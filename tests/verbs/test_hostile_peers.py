@@ -100,7 +100,7 @@ def sender(scene: Scene) -> Iterator[socket.socket]:
     """The control connection of a session."""
     with socket.create_connection(protocol.parse_session(scene.decode.session)) as link:
         link.settimeout(20)
-        link.sendall(b"".join(map(framed, greeting(next(INSTANCES), "hostile:1", FACTS))))
+        link.sendall(b"".join(framed(one) for one in greeting(next(INSTANCES), "hostile:1", FACTS)))
         assert isinstance(received(link), protocol.Challenge)
         assert isinstance(received(link), protocol.Welcome)
         yield link
@@ -237,13 +237,13 @@ def test_what_is_not_there_is_refused(sender: socket.socket, message: PeerMessag
 def test_an_instance_that_cannot_be_is_refused(scene: Scene, instance: int) -> None:
     with socket.create_connection(protocol.parse_session(scene.decode.session)) as link:
         link.settimeout(20)
-        link.sendall(b"".join(map(framed, greeting(instance, "hostile:1", FACTS))))
+        link.sendall(b"".join(framed(one) for one in greeting(instance, "hostile:1", FACTS)))
         assert isinstance(received(link), protocol.Challenge)
         refused = received(link)
         assert isinstance(refused, protocol.Refused)
         assert refused.code == "protocol"
         ends(link)
-    scene.said(scene.decode, "says that its instance is")
+    scene.said(scene.decode, f"has instance {instance}; expected")
     scene.others_work()
 
 
@@ -287,12 +287,14 @@ def test_a_stranger_may_look_once_and_no_more(scene: Scene, more: PeerMessage) -
 
 
 class Receiver:
-    """Answers Hello with Welcome, which ``then`` follows, and other requests as ``answer`` says."""
+    """Answers Opening by Challenge, Hello by Welcome, which ``then`` follows, and other requests as ``answer`` says."""
 
     def __init__(
         self, then: bytes, answer: Callable[[PeerMessage], PeerMessage | None], welcome: dict[str, object]
     ) -> None:
-        self._then, self._answer, self._welcome = then, answer, welcome
+        self._then, self._answer = then, answer
+        self._challenge = {name: value for name, value in welcome.items() if name == "instance"}
+        self._welcome = {name: value for name, value in welcome.items() if name != "instance"}
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.session = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
@@ -313,7 +315,7 @@ class Receiver:
     def _talk(self, link: socket.socket, instance: int) -> None:
         while (message := received(link)) is not None:
             if isinstance(message, protocol.Opening):
-                link.sendall(framed(challenge(message, instance)))
+                link.sendall(framed(msgspec.structs.replace(challenge(message, instance), **self._challenge)))
             elif isinstance(message, protocol.Hello):
                 welcome = protocol.Welcome(message.id, 0, FACTS, b"")
                 link.sendall(framed(msgspec.structs.replace(welcome, **self._welcome)) + self._then)
@@ -402,7 +404,7 @@ def test_news_of_what_is_not_known_is_harmless(scene: Scene, then: bytes) -> Non
 @pytest.mark.parametrize("welcome", [{"instance": 0}, {"instance": -1}, {"instance": 1 << 63}, {"rails": []}], ids=str)
 def test_a_welcome_that_cannot_be_is_an_error_of_that_peer(scene: Scene, welcome: dict[str, object]) -> None:
     with receiving(scene, welcome=welcome) as peer:
-        with pytest.raises(RelayError, match=r"its instance is|has 0 rails"):
+        with pytest.raises(RelayError, match=r"has instance|has 0 rails"):
             scene.link.sender.peer(peer.session, 1)
         assert not [error for error in scene.prefill.errors() if error["code"] == "internal"]
 
@@ -470,7 +472,7 @@ def test_names_that_a_peer_makes_up_fill_no_table_of_errors(scene: Scene) -> Non
         with socket.create_connection(protocol.parse_session(scene.decode.session)) as link:
             link.settimeout(20)
             name = f"made up {number}"
-            link.sendall(b"".join(map(framed, greeting(next(INSTANCES), name, FACTS))))
+            link.sendall(b"".join(framed(one) for one in greeting(next(INSTANCES), name, FACTS)))
             assert isinstance(received(link), protocol.Challenge)
             assert isinstance(received(link), protocol.Welcome)
             link.sendall(framed(protocol.RailState(9, up=True)))

@@ -1,0 +1,55 @@
+"""What one client may have at a time, and what it is told when that is not enough."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import memory
+from helpers.nodes import Nodes
+from helpers.raw_client import RawClient, Refused
+
+from railrelay.client import ErrorCode, RegionError, Transfer
+
+pytestmark = pytest.mark.system
+
+MIB = 1 << 20
+
+
+def test_a_client_that_asks_for_more_than_its_limits_is_told_and_counted(nodes: Nodes) -> None:
+    node = nodes.start(2, limits={"lanes_per_client": 1, "regions_per_client": 2})
+    with RawClient(node.socket) as raw, node.connect(1) as other:
+        raw.attach()
+        raw.lease(1)
+        with pytest.raises(Refused, match=r"limit: lane 0<-0: client .* has 1; raise limits\.lanes_per_client"):
+            raw.lease(0)
+        raw.register(4096)
+        raw.register(4096)
+        with pytest.raises(Refused, match=r"limit: client .* has 2 regions; raise limits\.regions_per_client"):
+            raw.register(4096)
+        other.alloc(4096)  # has its own
+        shown = {client["rank"]: client for client in node.cli("clients")["clients"]}
+        assert (shown[0]["refused"], shown[1]["refused"]) == (2, 0)
+        assert sum(error["code"] == "limit" for error in node.errors()) == 2
+
+
+def test_bytes_in_flight_are_waited_for_and_a_larger_transfer_goes_alone(nodes: Nodes) -> None:
+    prefill, decode = nodes.pair(
+        limits={"bytes_per_client": "2MiB"}, timeouts={"peer_s": 30, "settle_s": 20, "fence_s": 20}
+    )
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        link = memory.link(sender, receiver, 4 * MIB)
+        link.source.array[:] = 5
+
+        def write(nbytes: int, timeout: float = 60.0) -> Transfer:
+            return sender.write(link.remote, [link.source.address], [link.remote.address], nbytes, timeout=timeout)
+
+        write(4 * MIB).wait(30)
+        with decode.paused():
+            first = [write(MIB), write(MIB)]
+            expected = r"1 bytes beside 2097152 in flight, of 2097152,.*bytes_per_client"
+            with pytest.raises(RegionError, match=expected) as wrong:
+                write(1, timeout=0.3)
+            assert wrong.value.code is ErrorCode.LIMIT
+        for one in first:
+            one.wait(30)
+        write(2 * MIB).wait(30)
+        assert (link.destination.array == 5).all()
