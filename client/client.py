@@ -159,7 +159,7 @@ class Client:
                 attachment = self._attachment
                 if self.closed:
                     attachment.connection.check()
-                if not attachment.gone and not attachment.connection.daemon_exited():
+                if not attachment.gone and not attachment.connection.is_over():
                     return self._attachments
                 if self._given_up is not None and self._thread is None:
                     raise DaemonGone(self._given_up.code, self._given_up.text)

@@ -53,6 +53,7 @@ class Connection:
         self._questions: dict[int, _Question] = {}
         self._last_words = ""
         self._was_ended = False
+        self._refused = False  # by the socket: the control thread will see the end
         self.last_code = ErrorCode.NO_DAEMON  # why the daemon ended the session, if it said so
         self._gone: RelayError | None = None  # set before the questions are ended
         self._closed = False
@@ -89,10 +90,10 @@ class Connection:
         if self._gone is not None:
             raise _again(self._gone)
 
-    def daemon_exited(self) -> bool:
-        """Also before the control thread has seen it."""
+    def is_over(self) -> bool:
+        """The daemon has exited, or no longer takes requests; also before the control thread has seen it."""
         with self._lock:
-            return not self._closed and self._pidfd >= 0 and bool(select.select([self._pidfd], [], [], 0)[0])
+            return self._refused or not self._closed and self._pidfd >= 0 and bool(select.select([self._pidfd], [], [], 0)[0])
 
     def was_ended(self) -> bool:
         """Whether the daemon said why, or a CUDA call of this process failed: not merely the daemon's exit."""
@@ -185,6 +186,7 @@ class Connection:
             socket.send_fds(self._socket, [packet], fds)
             faults.point("client.request.sent")
         except OSError as failure:
+            self._refused = not isinstance(failure, TimeoutError)
             self.check()
             reason = "does not read its socket" if isinstance(failure, TimeoutError) else failure.strerror
             raise self.why_gone() or DaemonGone(

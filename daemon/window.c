@@ -75,7 +75,7 @@ static int ack_of(const struct rr_ack *acks, uint32_t count, uint64_t sequence, 
 {
     for (uint32_t i = 0; i < count; i++) {
         if (acks[i].sequence != sequence) continue;
-        *code = rr_is_answer(acks[i].code) ? (uint32_t)acks[i].code : RR_PEER_LOST;
+        *code = rr_is_answer(acks[i].code) || acks[i].code == RR_UNSETTLED ? (uint32_t)acks[i].code : RR_PEER_LOST;
         return 1;
     }
     return 0;
