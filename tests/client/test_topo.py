@@ -14,6 +14,7 @@ from railrelay.daemon import config, topology
 from railrelay.daemon.discovery import VerbsPort
 
 VERBS = '[[rail]]\nnic = "verbs"\n'
+TRUSTED = "[security]\nallow_unauthenticated = true\n"
 
 
 def facts(tree: MachineTree, text: str) -> dict[str, Any]:
@@ -82,7 +83,7 @@ def test_tcp_rails_show_their_interface_and_ranks_go_in_order(tmp_path: Path) ->
     tree.gpu(switch(1, 0))
     tree.interface("eth0", switch(1, 1), address="10.0.0.1/24", mtu=1500)
     tree.interface("eth1", switch(0, 1), address="10.1.0.1/24")
-    found = facts(tree, '[[rail]]\naddress = "10.0.0.1"\n[[rail]]\naddress = "10.1.0.1"\n')
+    found = facts(tree, f'{TRUSTED}[[rail]]\naddress = "10.0.0.1"\n[[rail]]\naddress = "10.1.0.1"\n')
     assert [(rail["interface"], rail["subnet"], rail["interface_mtu"]) for rail in found["rails"]] == [
         ("eth0", "10.0.0.0/24", 1500),
         ("eth1", "10.1.0.0/24", 9000),
@@ -121,7 +122,8 @@ def test_the_command_works_without_a_daemon(capsys: pytest.CaptureFixture[str], 
 def test_the_mtu_of_each_rail_is_that_of_its_interface(tmp_path: Path) -> None:
     tree = dgx(tmp_path / "machine")
     tree.interface("eth9", address="10.9.0.1/24", mtu=1500)
-    loaded = config.parse(f'{VERBS}device = "mlx5_6"\n[[rail]]\naddress = "10.9.0.1"\n[[rail]]\naddress = "10.8.0.1"\n')
+    tcp = '[[rail]]\naddress = "10.9.0.1"\n[[rail]]\naddress = "10.8.0.1"\n'
+    loaded = config.parse(f'{TRUSTED}{VERBS}device = "mlx5_6"\n{tcp}')
     (port,) = (port for port in topology.read_ports(tree.root)[0] if port.device == "mlx5_6")
     named = VerbsPort(port.device, port.number, 3, b"", "")
     assert topology.interface_mtus(loaded, {0: named}, tree.root) == [9000, 1500, 0]
