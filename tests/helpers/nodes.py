@@ -200,9 +200,9 @@ class Nodes:
         [own] = self._rails([rails])
         return self._ready(self._begin(own, instance, prefix, self._sections(base, sections)))
 
-    def start_file(self, instance: str, config: Path) -> Node:
-        """With a configuration file of the test's own."""
-        return self._ready(self._spawn(instance, config, ()))
+    def start_file(self, instance: str, config: Path, *, anew: bool = False) -> Node:
+        """With a configuration file of the test's own. ``anew``: with its own command line, by which it is found."""
+        return self._ready(self._spawn(instance, config, (), anew=anew))
 
     def pair(
         self,
@@ -298,7 +298,7 @@ class Nodes:
             starting.node.fabric = self.devices.fabric
         return starting
 
-    def _spawn(self, instance: str, config: Path, prefix: Sequence[str]) -> Starting:
+    def _spawn(self, instance: str, config: Path, prefix: Sequence[str], *, anew: bool = False) -> Starting:
         log = self.directory / f"{instance}.log"
         ready, told = os.pipe()
         try:
@@ -309,6 +309,7 @@ class Nodes:
                 pass_fds=[told],
                 prefix=prefix,
                 environment=self.environment,
+                anew=anew,
             )
         finally:
             os.close(told)

@@ -55,12 +55,13 @@ def start(
     pipes: bool = False,
     prefix: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    anew: bool = False,
 ) -> Process:
     """Starts ``python arguments`` with helpers importable. What it says goes to ``log``; with ``pipes`` its stdin and
-    stdout are pipes. ``prefix``: a command that runs it, such as unshare."""
+    stdout are pipes. ``prefix``: a command that runs it, such as unshare. ``anew``: never forked (helpers/forks.py)."""
     found = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, **(environment or {}), "PYTHONPATH": found, "PYTHONUNBUFFERED": "1"}
-    if _forks is not None and not prefix and "LD_LIBRARY_PATH" not in (environment or {}):
+    if _forks is not None and not anew and not prefix and "LD_LIBRARY_PATH" not in (environment or {}):
         return _forked(_forks, arguments, log, limit_s, pass_fds, variables, pipes=pipes)
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(limit_s)]
     command = [*launcher, sys.executable, *arguments]

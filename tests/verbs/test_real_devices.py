@@ -126,7 +126,7 @@ def test_a_daemon_finds_its_rails_and_tells_a_peer_of_them(nodes: Nodes, tmp_pat
     instance = new_instance()
     path = tmp_path / "found.toml"
     path.write_text(config_text(instance, tmp_path / "found.sock", [""] * len(RAILS), merged(SMALL, VERBS)))
-    node = nodes.start_file(instance, path)
+    node = nodes.start_file(instance, path, anew=True)
     assert [rail["address"] for rail in node.cli("rails")["rails"]] == list(RAILS.values())
     topology = node.cli("topo")["topology"]
     assert {rail["device"]: rail["address"] for rail in topology["rails"]} == RAILS
