@@ -93,7 +93,9 @@ class Connection:
     def is_over(self) -> bool:
         """The daemon has exited, or no longer takes requests; also before the control thread has seen it."""
         with self._lock:
-            return self._refused or not self._closed and self._pidfd >= 0 and bool(select.select([self._pidfd], [], [], 0)[0])
+            if self._closed or self._refused:
+                return self._refused
+            return self._pidfd >= 0 and bool(select.select([self._pidfd], [], [], 0)[0])
 
     def was_ended(self) -> bool:
         """Whether the daemon said why, or a CUDA call of this process failed: not merely the daemon's exit."""

@@ -281,7 +281,9 @@ def peer_mtu(node: Node) -> Finding:
         looked = _looked(node.peer, node.config.security)
     except (OSError, ValueError, RelayError, ConfigError) as failure:
         todo = "check that railrelayd of the same version runs there and that its control port is reachable"
-        return Finding(FAIL, f"{node.peer}: {failure}", todo)
+        number = failure.errno if isinstance(failure, OSError) else None
+        seen = os.strerror(number) if number and number > 0 else failure  # asyncio has words of its own
+        return Finding(FAIL, f"{node.peer}: {seen}", todo)
     ports = {index: one for index, one in enumerate(node.chosen[0]) if one is not None}
     own = dict(zip(map(node.config.identity, range(len(node.config.rail))), _own_mtus(node, ports), strict=True))
     theirs = {facts.identity: mtu for facts, mtu in zip(looked.rails, looked.mtus, strict=True)}

@@ -7,6 +7,7 @@ A client that left keeps its row, and its rank, until every rail has let go of i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
@@ -71,7 +72,14 @@ class Clients:
             return
         try:
             connection = ClientSocket(unix, pid, self._on_message, self._on_end, self._ctx.state.error)
-        except (ProcessLookupError, OSError):
+        except ProcessLookupError:
+            unix.close()
+            return
+        except OSError as failure:
+            text = NO_DESCRIPTORS if failure.errno in NO_ROOM else f"pidfd of pid {pid}: {failure.strerror}"
+            self._ctx.state.error(ErrorCode.LIMIT, f"pid {pid} cannot attach: {text}")
+            with contextlib.suppress(OSError):
+                unix.send(protocol.encode(protocol.Failed(0, ErrorCode.LIMIT, text)))
             unix.close()
             return
         self._sockets[connection] = None

@@ -90,7 +90,7 @@ class Area:
         self.count = count
         self.offset = offset
         self._buffer = buffer
-        self._stride = stride
+        self.stride = stride
         self._fields = abi.FIELDS[structure]
 
     def get(self, row: int, field: str) -> int:
@@ -138,7 +138,7 @@ class Area:
     def _at(self, row: int, facts: abi.Field) -> int:
         if not 0 <= row < self.count:
             raise IndexError(f"{self.structure} row {row} of {self.count}")
-        return self.offset + row * self._stride + facts.offset
+        return self.offset + row * self.stride + facts.offset
 
 
 class Segment:

@@ -52,9 +52,10 @@ def count(found: mmap.mmap) -> int:
 def leave_kv(raw: RawClient) -> None:
     for found in (lane_of(raw), bounce_of(raw)):
         found[:] = KV * len(found)
-    tables = raw.area("SLOT_TABLES", "block")
-    end = len(raw.memory) - tables.offset
-    raw.memory[tables.offset : tables.offset + end] = KV * end
+    for name in ("SLOT_TABLES", "RING_TABLES"):
+        tables = raw.area(name, "block")
+        nbytes = tables.stride * tables.count
+        raw.memory[tables.offset : tables.offset + nbytes] = KV * nbytes
 
 
 @pytest.mark.parametrize("rank", [0, 1], ids=["same rank", "another rank"])

@@ -92,7 +92,8 @@ def test_a_misspelt_option_is_refused(nodes: Nodes) -> None:
 
 
 def test_a_rail_address_of_another_machine_is_refused(nodes: Nodes) -> None:
-    code, said = nodes.fails(config_text(new_instance(), nodes.directory / "x", ["203.0.113.1"], {}))
+    trusted = {"security": {"allow_unauthenticated": True}}
+    code, said = nodes.fails(config_text(new_instance(), nodes.directory / "x", ["203.0.113.1"], trusted))
     assert code == 1
     assert "rail[0]: cannot listen on 203.0.113.1" in said
 
