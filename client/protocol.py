@@ -465,6 +465,8 @@ class FenceRail(Message, frozen=True, tag="FenceRail"):
 
 
 class RailFenced(Message, frozen=True, tag="RailFenced"):
+    """``placed``: the latest frame that has arrived. ``acks``: ACK of each whose sender may not know its result."""
+
     id: int
     placed: int
     acks: bytes
@@ -578,6 +580,7 @@ RAIL_PREAMBLE = struct.Struct("<8sIIQ16s")
 RAIL_MAGIC = b"RLAYRAIL"
 RAIL_VERSION = 1
 LENGTH_PREFIX = struct.Struct("<I")
+ACK = struct.Struct("<QQ")  # sequence and result
 
 
 def receive(unix: socket.socket, max_fds: int, flags: int = 0) -> tuple[bytes, list[int], bool]:

@@ -182,7 +182,9 @@ static int take_slice(struct rr_rail *rail, struct rr_client *client, struct rr_
     }
     if (count > QUICK_BLOCKS) rr_rail_time_passes(rail);
     /* So many direct slices, of so many bytes each, are all that a client can have under way beside its slots. */
-    if (work->bytes > RR_WIRE_BYTES_MAX || (!slot && work->bytes > plane->direct_slice_bytes) || (work->window_bytes && (work->bytes > work->window_bytes || work->run_count > work->window_runs)))
+    int too_large_to_be_direct = !slot && work->bytes > plane->direct_slice_bytes;
+    int overfills = work->window_bytes && (work->bytes > work->window_bytes || work->run_count > work->window_runs);
+    if (work->bytes > RR_WIRE_BYTES_MAX || too_large_to_be_direct || overfills)
         result = RR_OUT_OF_BOUNDS;
     if (slice->flags & RR_SLICE_LOCAL && !slot) {
         if (rr_local_take(rail, work, slice, &result)) return -1;

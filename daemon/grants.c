@@ -17,19 +17,22 @@ static void park(struct rr_grants *grants, struct rr_work *work, uint64_t want, 
     grants->parked = work;
 }
 
-/* Waits for an answer that another for the same owner has given up. A slot is good for any slice: none is larger than the
+/* The want that another slice for this owner gave up first, or NULL. Its answer is good for any: no slice is larger than the
  * receiver's slots. */
-static int inherit(struct rr_grants *grants, struct rr_work *work)
+static struct rr_given_up *given_up_by(struct rr_grants *grants, uint32_t owner)
 {
     struct rr_given_up *oldest = NULL;
     for (uint32_t i = 0; i < grants->given_up_count; i++) {
         struct rr_given_up *one = &grants->given_up[i];
-        if (one->owner == work->owner && (!oldest || one->want < oldest->want)) oldest = one;
+        if (one->owner == owner && (!oldest || one->want < oldest->want)) oldest = one;
     }
-    if (!oldest) return 0;
-    park(grants, work, oldest->want, 1);
-    *oldest = grants->given_up[--grants->given_up_count];
-    return 1;
+    return oldest;
+}
+
+static void inherit(struct rr_grants *grants, struct rr_work *work, struct rr_given_up *given_up)
+{
+    park(grants, work, given_up->want, 1);
+    *given_up = grants->given_up[--grants->given_up_count];
 }
 
 static void ask(struct rr_grants *grants, struct rr_work *work)
@@ -70,12 +73,13 @@ int rr_grants_want(struct rr_rail *rail, struct rr_grants *grants, struct rr_con
     work->connection = connection;
     work->parked_ns = rr_now_ns();
     rr_count(rail, RR_RAIL_GRANT_WAITS, 1);
-    if (grants->aside[work->owner].first) {
-        put_aside(grants, work);
+    int others_wait = grants->aside[work->owner].first != NULL;
+    struct rr_given_up *given_up = others_wait ? NULL : given_up_by(grants, work->owner);
+    if (given_up) {
+        inherit(grants, work, given_up);
         return 0;
     }
-    if (inherit(grants, work)) return 0;
-    if (!may_ask(grants, work->owner)) {
+    if (others_wait || !may_ask(grants, work->owner)) {
         put_aside(grants, work);
         return 0;
     }
@@ -93,18 +97,14 @@ static struct rr_work *due_of(struct rr_rail *rail, struct rr_grants *grants, ui
             rr_work_done(rail, take_aside(grants, owner), stopped);
             continue;
         }
-        if (!grants->given_up_count && !may_ask(grants, owner)) return NULL;
-        take_aside(grants, owner);
-        if (inherit(grants, work)) continue;
-        if (may_ask(grants, owner)) {
-            ask(grants, work);
-            return work;
+        struct rr_given_up *given_up = given_up_by(grants, owner);
+        if (given_up) {
+            inherit(grants, take_aside(grants, owner), given_up);
+            continue;
         }
-        work->next = grants->aside[owner].first; /* back in front */
-        grants->aside[owner].first = work;
-        if (!grants->aside[owner].last) grants->aside[owner].last = work;
-        grants->owners_aside[owner / 64] |= 1ull << owner % 64;
-        return NULL;
+        if (!may_ask(grants, owner)) return NULL;
+        ask(grants, take_aside(grants, owner));
+        return work;
     }
     return NULL;
 }

@@ -14,10 +14,9 @@ import itertools
 import logging
 import os
 import random
-import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -41,7 +40,6 @@ from railrelay.shm_layout.segment import PeerState
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
-ACK: Final = struct.Struct("<QQ")  # sequence and result
 MOST_ACKS: Final = 256
 MOST_LOST_EARLY: Final = 4096
 
@@ -89,6 +87,17 @@ class Peer:
         for tag in tags:
             if 0 < tag < 1 << 64:
                 plane.add_peer_tombstone(self.row, owner, tag)
+
+    @contextlib.contextmanager
+    def opens(self) -> Iterator[None]:
+        """A queue pair is being made: until it has ended here, what is said of its other end is kept."""
+        self.opening += 1
+        try:
+            yield
+        finally:
+            self.opening -= 1
+            if not self.opening:
+                self.lost_early.clear()
 
     def tell(self) -> None:
         """Wakes whoever waits for a change of link, failure or gone."""
@@ -455,7 +464,8 @@ class Peers:
         def request(number: int, endpoint: protocol.Endpoint) -> protocol.RailConnect:
             return protocol.RailConnect(number, rail, remote_rail, express, epoch, endpoint, pair.there)
 
-        connection, endpoint = await self._queue_pair(peer, rail, pair, request, _left(deadline))
+        with peer.opens():
+            connection, endpoint = await self._queue_pair(peer, rail, pair, request, _left(deadline))
         if peer.gone:
             self._ctx.verbs.drop(endpoint)
             raise RelayError(ErrorCode.PEER_LOST, f"peer {peer.session} was dropped")
@@ -469,23 +479,7 @@ class Peers:
         request: Callable[[int, protocol.Endpoint], protocol.RailConnect],
         timeout_s: float,
     ) -> tuple[int, int]:
-        """(connection as the receiver numbers it, endpoint here), both ends ready. RelayError."""
-        peer.opening += 1
-        try:
-            return await self._opened(peer, rail, pair, request, timeout_s)
-        finally:
-            peer.opening -= 1
-            if not peer.opening:
-                peer.lost_early.clear()
-
-    async def _opened(
-        self,
-        peer: Peer,
-        rail: int,
-        pair: Pair,
-        request: Callable[[int, protocol.Endpoint], protocol.RailConnect],
-        timeout_s: float,
-    ) -> tuple[int, int]:
+        """(connection as the receiver numbers it, endpoint here), both ends ready. Inside peer.opens(). RelayError."""
         nics, usable = self._ctx.verbs, self._takeover.usable(peer, pair)
         try:
             endpoint, own = await nics.open(rail, pair.here, sending=True)
@@ -547,7 +541,8 @@ class Peers:
         def request(number: int, endpoint: protocol.Endpoint) -> protocol.RailConnect:
             return protocol.RailConnect(number, rail, remote_rail, False, 0, endpoint, remote_rail, probe=True)
 
-        connection, endpoint = await self._queue_pair(peer, rail, pair, request, timeout_s)
+        with peer.opens():
+            connection, endpoint = await self._queue_pair(peer, rail, pair, request, timeout_s)
         try:
             await self._ctx.verbs.probe(rail, endpoint, timeout_s)
         finally:
@@ -622,7 +617,7 @@ class Peers:
                 self._ctx.state.error(failure.code, f"fence of rail {sender.rail} waits: {failure.text}")
                 await asyncio.sleep(FIRST_PAUSE_S)
             else:
-                acks, odd = divmod(len(fenced.acks), ACK.size)
+                acks, odd = divmod(len(fenced.acks), protocol.ACK.size)
                 if odd or acks > min(fenced.placed, MOST_ACKS) or fenced.placed >= 1 << 63:
                     self.drop(peer, f"says that {fenced.placed} frames came, with {len(fenced.acks)} bytes of results")
                     return
@@ -633,7 +628,7 @@ class Peers:
                 if sender.pair is not None:
                     self._takeover.settled(peer, sender.rail, sender.remote_rail)
                     self._show_rail(sender.rail)
-                if all(result != Result.UNSETTLED for _, result in ACK.iter_unpack(fenced.acks)):
+                if all(result != Result.UNSETTLED for _, result in protocol.ACK.iter_unpack(fenced.acks)):
                     return
                 wait_s = peer_s / 2
                 await asyncio.sleep(FIRST_PAUSE_S)

@@ -46,7 +46,6 @@ KEPT_FENCES: Final = 1024  # a session, of those that wait for nothing
 LONGEST_NEWS_WAIT_S: Final = 60.0
 KEPT_NOTES: Final = 4096  # ids of delivered notes a session, to tell a repeated one
 PROBE_LIFE_S: Final = 30.0
-ACK: Final = struct.Struct("<QQ")  # sequence and result
 
 Debt = tuple[str, int, int]  # what is owed: "gone", handle; or "abort", owner's serial, tag
 
@@ -88,7 +87,8 @@ class Fenced:
 
     def answer(self, number: int) -> protocol.RailFenced:
         self.news.clear()
-        return protocol.RailFenced(number, self.placed, b"".join(ACK.pack(*ack) for ack in self.results.items()))
+        acks = b"".join(protocol.ACK.pack(*ack) for ack in self.results.items())
+        return protocol.RailFenced(number, self.placed, acks)
 
 
 @dataclass
@@ -591,7 +591,7 @@ class Sessions:
     def receiver_fenced(self, connection: int, placed: int, owner: str) -> None:
         """``owner``: a client that has still to copy frames out of its bounce memory."""
         acks = self._ctx.plane.fence_acks(connection)
-        fenced = Fenced(placed, dict(ACK.iter_unpack(acks)))
+        fenced = Fenced(placed, dict(protocol.ACK.iter_unpack(acks)))
         fenced.unsettled = {sequence for sequence, result in fenced.results.items() if result == Result.UNSETTLED}
         if fenced.unsettled:
             self._unsettled[connection] = fenced

@@ -132,6 +132,7 @@ def fork(name: str, log: Path, order_text: str, work: Callable[[int, int], int])
 
 def daemon(config: Path) -> Callable[[int, int], int]:
     def work(reporting: int, _: int) -> int:
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGTERM)  # if the campaign is killed, it cleans up
         sys.argv = ["railrelayd", "--config", str(config), "--ready-fd", str(reporting)]
         return daemon_main.main()
 
