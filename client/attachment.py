@@ -100,9 +100,11 @@ class Attachment:
         if wish.gpu is not None:
             try:
                 self.use_gpu(wish.gpu)
-            except RelayError as failure:
+            except BaseException as failure:
                 self.end(Result.CLIENT_GONE)
-                raise ConnectError(failure.code, failure.text) from None
+                if isinstance(failure, RelayError):
+                    raise ConnectError(failure.code, failure.text) from None
+                raise
 
     @property
     def has_ended(self) -> bool:

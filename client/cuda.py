@@ -142,12 +142,13 @@ def exports_dmabuf(ordinal: int) -> bool:
 def ordinal_of(gpu: int | str) -> int:
     """The ordinal in this process of a GPU given by ordinal or UUID. RelayError names those that there are."""
     known = [uuid_of(ordinal) for ordinal in range(count())]
-    gpu = gpu.removeprefix("cuda:") if isinstance(gpu, str) else gpu
-    if isinstance(gpu, int) or gpu.isdecimal():
-        if int(gpu) < len(known):
-            return int(gpu)
-    elif gpu in known:
-        return known.index(gpu)
+    given = gpu.removeprefix("cuda:") if isinstance(gpu, str) else gpu
+    if isinstance(given, str) and given in known:
+        return known.index(given)
+    if isinstance(given, int) or (isinstance(given, str) and given.isdecimal()):
+        ordinal = int(given)
+        if 0 <= ordinal < len(known):
+            return ordinal
     shown = ", ".join(known) or "none"
     raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"GPU {gpu}: this process sees {shown}")
 

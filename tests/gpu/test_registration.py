@@ -219,9 +219,10 @@ def test_the_gpu_of_a_client(nodes: Nodes, gpu: Card) -> None:
     node = nodes.start()
     with node.connect(gpu=gpu.uuid) as client:
         assert client.register((gpu.alloc(NBYTES), NBYTES)).device == gpu.uuid
-    for unknown in ("GPU-00000000-0000-0000-0000-000000000000", cuda.count(), str(cuda.count())):
+    unknown: tuple[Any, ...] = ("GPU-00000000-0000-0000-0000-000000000000", cuda.count(), str(cuda.count()), -1, 1.5)
+    for one in unknown:
         with pytest.raises(ConnectError, match=f"this process sees {gpu.uuid}"):
-            node.connect(gpu=unknown)
+            node.connect(gpu=one)
     with node.connect():  # nothing of those is left: the rank is free
         pass
 
