@@ -142,13 +142,11 @@ def exports_dmabuf(ordinal: int) -> bool:
 def ordinal_of(gpu: int | str) -> int:
     """The ordinal in this process of a GPU given by ordinal or UUID. RelayError names those that there are."""
     known = [uuid_of(ordinal) for ordinal in range(count())]
-    given = gpu.removeprefix("cuda:") if isinstance(gpu, str) else gpu
-    if isinstance(given, str) and given in known:
-        return known.index(given)
-    if isinstance(given, int) or (isinstance(given, str) and given.isdecimal()):
-        ordinal = int(given)
-        if 0 <= ordinal < len(known):
-            return ordinal
+    text = str(gpu).removeprefix("cuda:")
+    if text in known:
+        return known.index(text)
+    if text.isdecimal() and int(text) < len(known):
+        return int(text)
     shown = ", ".join(known) or "none"
     raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"GPU {gpu}: this process sees {shown}")
 
