@@ -271,8 +271,9 @@ class Nodes:
                     yield f"daemon {node.instance} ended with {code}; its log:\n{node.log}"
         processes.end(node.process)
         print(f"---- log of daemon {node.instance}\n{node.log}")  # pytest shows it if the test fails
-        if node.process.returncode == -signal.SIGKILL:
-            for name in node.objects():  # a killed daemon leaves them for its successor
+        last = [known for known in self.started if known.instance == node.instance][-1]
+        if node is last and node.process.returncode == -signal.SIGKILL:
+            for name in node.objects():  # a killed daemon leaves them for its successor, and there is none
                 (SHM / name).unlink()
         bad = [
             line
