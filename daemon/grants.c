@@ -17,8 +17,7 @@ static void park(struct rr_grants *grants, struct rr_work *work, uint64_t want, 
     grants->parked = work;
 }
 
-/* The want that another slice for this owner gave up first, or NULL. Its answer is good for any: no slice is larger than the
- * receiver's slots. */
+/* The want that another slice for this owner gave up first, or NULL. */
 static struct rr_given_up *given_up_by(struct rr_grants *grants, uint32_t owner)
 {
     struct rr_given_up *oldest = NULL;
@@ -167,7 +166,8 @@ int rr_grants_answer(struct rr_rail *rail, struct rr_grants *grants, uint64_t wa
         return 0;
     }
     rr_count(rail, RR_RAIL_GRANT_WAIT_NS, rr_now_ns() - work->parked_ns);
-    if (code && work->inherits) { /* may be meant for a client that had the owner's number before */
+    if (work->inherits) { /* the answer may be meant for a client that had the owner's number before */
+        if (!code) grants->returns[grants->return_count++] = *grant;
         work->connection = NULL;
         rr_path_queue(rail, work, 1);
         return 0;

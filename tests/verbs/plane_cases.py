@@ -37,6 +37,7 @@ from helpers.verbs_plane import (
     settle_late,
 )
 from helpers.verbs_stand_in import Fabric
+from helpers.waiting import until
 
 from railrelay.client.errors import Result
 from railrelay.daemon import plane
@@ -694,8 +695,9 @@ def a_grant_that_comes_back_late_is_not_another_clients() -> None:
     b.bounce()
     export(b, 1 - 1, 3, 8 << 20)
     third = a.open(0, 3, 8 << 20, of=None, window_bytes=SLOT_BYTES, window_runs=TABLE_ENTRIES)
-    other = a.direct(scattered(third, count=BOUNCE_SLOTS))
     assert a.plane.cancel_transfer(0, *stuck, int(Result.CANCELLED))
+    until(lambda: a.counters()["slices_failed"] == 2 * BOUNCE_SLOTS - HELD, "those that wait have been given up")
+    other = a.direct(scattered(third, count=BOUNCE_SLOTS))
     verbs.release(A0)
     assert emptied(b, a, other) is Result.OK
     assert a.result(stuck) is Result.CANCELLED
