@@ -19,6 +19,7 @@ from typing import Any, Final
 from railrelay.client.errors import ArgumentError, ErrorCode, RegionError, RelayError
 
 INSTALL: Final = "install railrelay[cuda]"
+_DRIVER: Final = "`nvidia-smi` must list the GPUs, and CUDA_VISIBLE_DEVICES must not hide them"
 BATCH_VERSION: Final = 13000  # the signatures of the batch copies that gpu_copy.h declares
 _BATCHES: Final = ("cuMemcpyBatchAsync", "cuMemcpy3DBatchAsync")
 VERSION: Final = 12000
@@ -58,10 +59,10 @@ def _driver() -> Any:  # noqa: ANN401 - cuda-python has no types
     try:
         (result,) = driver.cuInit(0)
     except Exception as failure:  # noqa: BLE001 - its loader has exceptions of its own
-        text = f"GPU memory needs the NVIDIA driver: {str(failure).splitlines()[0]}"
+        text = f"GPU memory needs the NVIDIA driver: {str(failure).splitlines()[0].rstrip('.')}; {_DRIVER}"
         raise RelayError(ErrorCode.NOT_SUPPORTED, text) from None
     if result != driver.CUresult.CUDA_SUCCESS:
-        raise RelayError(ErrorCode.NOT_SUPPORTED, f"GPU memory cannot be used: cuInit says {result.name}")
+        raise RelayError(ErrorCode.NOT_SUPPORTED, f"GPU memory cannot be used: cuInit says {result.name}; {_DRIVER}")
     return driver
 
 
@@ -141,14 +142,17 @@ def exports_dmabuf(ordinal: int) -> bool:
 
 def ordinal_of(gpu: int | str) -> int:
     """The ordinal in this process of a GPU given by ordinal or UUID. RelayError names those that there are."""
-    known = [uuid_of(ordinal) for ordinal in range(count())]
+    try:
+        known = [uuid_of(ordinal) for ordinal in range(count())]
+    except RelayError as failure:
+        raise type(failure)(failure.code, f"GPU {gpu}: {failure.text}") from None
     text = str(gpu).removeprefix("cuda:")
     if text in known:
         return known.index(text)
     if text.isdecimal() and int(text) < len(known):
         return int(text)
-    shown = ", ".join(known) or "none"
-    raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"GPU {gpu}: this process sees {shown}")
+    text = f"GPU {gpu}: this process sees {', '.join(known) or 'none'}; name one of them, by UUID or number"
+    raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ _CLOCK_READS: Final = 2000
 _PEER_S: Final = 5.0
 _UNLIMITED: Final = "unlimited"
 _NO_RDMA: Final = "not needed: no RDMA rails"
+_NO_START: Final = 'railrelayd does not start before that is mended, or the rail has memory = "host"'
 
 
 @dataclass(frozen=True)
@@ -330,10 +331,17 @@ async def _look(session: str, security: Security) -> protocol.Looked:
 def cuda_driver(node: Node) -> Finding:
     """Needed as soon as GPU memory is registered or relay memory is on a GPU."""
     version = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", text(node.root / "proc/driver/nvidia/version"))
-    if not node.gpus:
+    rails = [index for index, rail in enumerate(node.config.rail) if rail.memory == "device"]
+    if not node.gpus and not rails:
         return Finding(OK, "not needed: no NVIDIA GPU")
     lack = cuda.missing()
     seen = f"{len(node.gpus)} GPUs, kernel module {version[1] if version else 'not loaded'}"
+    if rails:
+        try:
+            on = [f"rail {index}: {node.config.gpu_of(index)}" for index in rails]
+        except ConfigError as failure:
+            return Finding(FAIL, f"{seen}; {failure}", _NO_START)
+        return Finding(OK, f"{seen}; {', '.join(on)}")
     if version is None:
         return Finding(FAIL, seen, "install the NVIDIA driver and load its module", root=True)
     return (

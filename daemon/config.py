@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
-from railrelay.client import paths
-from railrelay.client.errors import ConnectError
+from railrelay.client import cuda, paths
+from railrelay.client.errors import ConnectError, RelayError
 from railrelay.shm_layout import abi, faults
 
 KIB: Final = 1024
@@ -291,6 +291,17 @@ class Config(_Section, frozen=True):
 
     def identity(self, rail: int) -> str:
         return self.rail[rail].identity or f"rail{rail}"
+
+    def gpu_of(self, rail: int) -> str:
+        """UUID of the GPU that the relay memory of a rail is on, by the driver's word; "" if it is host memory.
+        ConfigError: the GPU is not to be had."""
+        options = self.rail[rail]
+        if options.memory != "device":
+            return ""
+        try:
+            return cuda.uuid_of(cuda.ordinal_of(options.gpu))
+        except RelayError as failure:
+            raise ConfigError(f"rail[{rail}].gpu: {failure.text}") from None
 
     def rail_of(self, rank: int, nearest: Sequence[int] = ()) -> int | None:
         """``nearest``: rails of the node's GPUs by PCIe distance, the default of rail_of_rank where that is known. None

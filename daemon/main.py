@@ -43,6 +43,8 @@ def main() -> int:
         if options.check:
             authentication.Secrets(loaded.security).read()
             authentication.accepting_context(loaded.security)
+            for rail in range(len(loaded.rail)):
+                loaded.gpu_of(rail)
             log.info("%s: good", options.config or "configuration")
             return 0
         if loaded.node.fault:

@@ -128,7 +128,7 @@ class Verbs:
         self._commands = commands
         self._rails = len(facts)
         self._work: set[asyncio.Future[None]] = set()
-        self._gpus = {rail: _gpu_of(rail, config.rail[rail]) for rail in ports}
+        self._gpus = {rail: config.gpu_of(rail) for rail in ports}
         for rail, port in ports.items():
             try:
                 found = self.facts(rail)
@@ -317,17 +317,6 @@ class Verbs:
         """Idempotent."""
         while self._work:
             await asyncio.wait(list(self._work))
-
-
-def _gpu_of(number: int, rail: Rail) -> str:
-    if rail.memory != "device":
-        return ""
-    from railrelay.client import cuda  # only where GPUs are configured
-
-    try:
-        return cuda.uuid_of(cuda.ordinal_of(rail.gpu))
-    except RelayError as failure:
-        raise ConfigError(f"rail[{number}].gpu: {failure.text}") from None
 
 
 def address_of(gid: bytes) -> str:

@@ -133,6 +133,13 @@ def test_huge_pages_matter_to_lanes_of_rdma_rails_in_host_memory(tree: MachineTr
     assert checks.huge_pages(node(tree, "")).result == "ok"
 
 
+def test_relay_memory_on_a_gpu_that_is_not_to_be_had_fails(tree: MachineTree) -> None:
+    found = checks.cuda_driver(node(tree, f'{VERBS}memory = "device"\ngpu = "GPU-none"'))
+    assert (found.result, "rail[0].gpu: GPU GPU-none: " in found.seen) == ("fail", True)
+    assert "railrelayd does not start" in found.todo
+    assert checks.cuda_driver(node(tree)).seen == "not needed: no NVIDIA GPU"
+
+
 def test_device_files_are_those_of_the_machine(tree: MachineTree) -> None:
     assert checks.devices(node(tree)).result == "fail"
     tree.write("dev/infiniband/uverbs0", "")

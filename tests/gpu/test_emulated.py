@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from helpers.waiting import until
 
 from railrelay.client import Client, PageLayout, RelayError, Result, TransferError, cuda, protocol
 from railrelay.client.errors import ErrorCode
+from railrelay.daemon import checks
+from railrelay.daemon.config import parse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.system]
 
@@ -302,7 +306,31 @@ def test_a_gpu_that_is_not_there_is_named_at_start(nodes: Nodes, gpu: Card, name
     assert code == 2
     known = ", ".join(cuda.uuid_of(ordinal) for ordinal in range(cuda.count()))
     assert gpu.uuid in known
-    assert f"rail[0].gpu: GPU {name}: this process sees {known}" in line
+    wanted = f"rail[0].gpu: GPU {name}: this process sees {known}; name one of them"
+    assert wanted in line
+    path = nodes.directory / "unknown-gpu.toml"
+    path.write_text(text)
+    checked, looked = (
+        subprocess.run(
+            [sys.executable, "-m", f"railrelay.{words[0]}", *words[1:], "--config", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        for words in (("daemon.main", "--check"), ("client.cli", "doctor", "--instance", "none-such"))
+    )
+    assert checked.returncode == 2
+    assert wanted in checked.stderr
+    assert looked.returncode == 1
+    assert wanted in looked.stdout
+
+
+def test_doctor_names_the_gpu_of_relay_memory(gpu: Card) -> None:
+    options = '[[rail]]\nnic = "emulated"\naddress = "127.0.0.1"\nmemory = "device"\ngpu = 0'
+    found = checks.cuda_driver(checks.Node(parse(options)))
+    assert found.result == checks.OK
+    assert f"rail 0: {gpu.uuid}" in found.seen
 
 
 def test_without_cuda_the_option_is_named_at_start(
@@ -315,7 +343,7 @@ def test_without_cuda_the_option_is_named_at_start(
     text = config_text(new_instance(), nodes.directory / "x", 1, {"tcp": SMALL["tcp"], "rail": options})
     code, line = nodes.fails(text)
     assert code == 2
-    assert "rail[0].gpu: GPU memory needs cuda-python (none here); install railrelay[cuda]" in line
+    assert "rail[0].gpu: GPU 0: GPU memory needs cuda-python (none here); install railrelay[cuda]" in line
 
 
 @pytest.mark.parametrize("route", ["relay", "direct", "matched"])
