@@ -26,6 +26,7 @@ from railrelay.client import Client
 from railrelay.client.cli import _content, _nodes
 from railrelay.client.cli._bench_targets import Target
 from railrelay.client.cli._nodes import MIB, Geometry, Node
+from railrelay.client.cli._numbers import amount, whole
 from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import size, table
 from railrelay.client.cli._workers import Worker
@@ -61,19 +62,20 @@ _QUEUE_S: Final = 0.001  # that one connection may have in the queue of a slow l
 _BURST_BYTES: Final = 256 * 1024  # above the loopback's MTU
 _TBF_BYTES: Final = 16 * MIB  # above all that connections may have in it: nothing is dropped
 _PATH: Final = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
+DEFAULTS: Final = {"bulk_bytes": None, "rate_gbit": None}
 _STUCK_S: Final = 0.1  # transfers to a peer that has gone have filled what they may
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bulk-bytes",
-        type=int,
+        type=whole(1 << 50),
         metavar="B",
         help="fairness: of the bulk transfer (default: 10 GB, or what the memory has room for)",
     )
     parser.add_argument(
         "--rate-gbit",
-        type=float,
+        type=amount(0.01, 400),
         metavar="R",
         help="fairness: of the rails, in a network namespace (needs root and iproute2); else the cores are the limit",
     )
@@ -323,8 +325,6 @@ def fairness(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 def _limit_rate(gbit: float) -> None:
     """This process, and those that it starts, get a loopback of their own that is so fast."""
-    if not 0.01 <= gbit <= 400:
-        raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"--rate-gbit {gbit:g}: expected 0.01 to 400")
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
         reason = os.strerror(ctypes.get_errno())
         raise RelayError(ErrorCode.DENIED, f"--rate-gbit: no network namespace of its own: {reason}; run as root")

@@ -21,7 +21,7 @@ from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import size, table
 from railrelay.client.cli._workers import Worker
 from railrelay.client.client import Client
-from railrelay.client.errors import ArgumentError, ErrorCode, RelayError
+from railrelay.client.errors import ErrorCode, RelayError
 
 _PAIRS: Final = 21
 _MEMORY_SHARE: Final = 0.75  # of what is free
@@ -153,8 +153,6 @@ def _case(blocks: int, block_bytes: int, count: int, progress: Progress) -> dict
 
 
 def _check(blocks: int, block_bytes: int) -> None:
-    if blocks < 1 or block_bytes < 1:
-        raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"{blocks} blocks of {block_bytes} bytes: expected 1 or more")
     nbytes, room = 2 * blocks * block_bytes, int(_MEMORY_SHARE * _nodes.free_bytes())
     if nbytes > room:
         raise RelayError(

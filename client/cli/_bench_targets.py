@@ -27,14 +27,18 @@ class Target:
     figure: float
     limit: float
     at_least: bool
+    judged: bool = True
 
     @property
-    def met(self) -> bool:
+    def met(self) -> bool | None:
+        if not self.judged:
+            return None
         return self.figure >= self.limit if self.at_least else self.figure <= self.limit
 
     def text(self) -> str:
         relation = ">=" if self.at_least else "<="
-        return f"{self.what} {self.figure:.3g} {relation} {self.limit:.3g}: {'met' if self.met else 'MISSED'}"
+        verdict = {True: "met", False: "MISSED", None: "not judged"}[self.met]
+        return f"{self.what} {self.figure:.3g} {relation} {self.limit:.3g}: {verdict}"
 
     def facts(self) -> dict[str, Any]:
         return {"what": self.what, "figure": self.figure, "limit": self.limit, "met": self.met}

@@ -26,17 +26,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from railrelay.client.cli import _bench_fairness, _bench_local, _bench_others, _bench_overlap, _node
+from railrelay.client.cli import _bench_fairness, _bench_local, _bench_others, _bench_overlap, _node, _nodes
 from railrelay.client.cli._bench_engines import Case
 from railrelay.client.cli._bench_setup import Placement, Run, Setup, ready
 from railrelay.client.cli._bench_targets import targets_of
 from railrelay.client.cli._nodes import MIB, Verbs
+from railrelay.client.cli._numbers import whole
 from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import size, table
 from railrelay.client.client import Route
 from railrelay.client.errors import ArgumentError, ErrorCode
+from railrelay.shm_layout import abi
 
+_BLOCKS: Final = 16384
 _BLOCK_BYTES: Final = 65536
+_MOST_BLOCKS: Final = 1 << 24
+_MOST_RAILS: Final = abi.CONSTANTS["MAX_RAILS"]
+_MOST_RUNS: Final = 10_000
+_EACH: Final = frozenset(("route", "congestion"))
+_DEFAULTS: Final = {  # of the options that not every kind takes
+    "blocks": _BLOCKS,
+    "block_bytes": None,
+    "route": "relay",
+    "private": False,
+    "runs": None,
+    "rails": 1,
+    "nic": "tcp",
+    "devices": "",
+    "congestion": "reno",
+    **_bench_overlap.DEFAULTS,
+    **_bench_fairness.DEFAULTS,
+}
 _CALL_BYTES: Final = (1 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
 _CALIBRATIONS: Final = 3
 _PAIRS: Final = 11
@@ -55,26 +75,29 @@ Report: TypeAlias = Callable[[dict[str, Any]], str]
 def configure(parser: argparse.ArgumentParser) -> None:
     what = ["transfer", "overlap", "fairness", *_bench_others.OTHERS]
     parser.add_argument("what", nargs="?", choices=what, default=what[0], metavar="WHAT", help=", ".join(what))
-    parser.add_argument("--blocks", type=int, default=16384, metavar="N", help="default: %(default)s")
-    parser.add_argument("--block-bytes", type=int, metavar="B", help=f"default: {_BLOCK_BYTES}")
+    parser.set_defaults(refuse=parser.error)
+    parser.add_argument("--blocks", type=whole(_MOST_BLOCKS), metavar="N", help=f"default: {_BLOCKS}")
+    parser.add_argument("--block-bytes", type=whole(_nodes.GIB), metavar="B", help=f"default: {_BLOCK_BYTES}")
     parser.add_argument(
         "--route",
         choices=["relay", "direct", "local"],
-        default="relay",
         help="relay: every byte through a lane (default); local: between two engines of one daemon",
     )
-    parser.add_argument("--private", action="store_true", help="memory that the daemons cannot map, on both sides")
-    parser.add_argument("--runs", type=int, metavar="R", help=f"default: {_PAIRS} pairs, {_SHORT_PAIRS} if short")
-    parser.add_argument("--rails", type=int, default=1, metavar="R", help="default: %(default)s")
-    parser.add_argument("--nic", choices=["tcp", "verbs"], default="tcp", help="of the rails (default: tcp)")
+    parser.add_argument(
+        "--private", action="store_true", default=None, help="memory that the daemons cannot map, on both sides"
+    )
+    parser.add_argument(
+        "--runs", type=whole(_MOST_RUNS), metavar="R", help=f"default: {_PAIRS} pairs, {_SHORT_PAIRS} if short"
+    )
+    parser.add_argument("--rails", type=whole(_MOST_RAILS), metavar="R", help="default: 1")
+    parser.add_argument("--nic", choices=["tcp", "verbs"], help="of the rails (default: tcp)")
     parser.add_argument(
         "--devices",
-        default="",
         metavar="NAME[:GID],...",
         help="--nic verbs: RDMA devices of the sending daemon's rails, then of the receiving one's, which has the same"
         " if there are no more; with a row of the GID table, else that is looked for",
     )
-    parser.add_argument("--congestion", default="reno", metavar="NAME", help="TCP congestion control (default: reno)")
+    parser.add_argument("--congestion", metavar="NAME", help="TCP congestion control (default: reno)")
     parser.add_argument("--json", action="store_true", help="for programs")
     _bench_overlap.configure(parser)
     _bench_fairness.configure(parser)
@@ -83,27 +106,55 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     progress = Progress()
-    measure, report = _measurement(args)
+    kind = _settled(args)
     try:
-        result = measure(args, progress)
+        result = kind.measure(args, progress)
     except KeyboardInterrupt:
         progress.step("interrupted; daemons, engines and their memory are gone")
         return 130
-    print(json.dumps(result, indent=2) if args.json else report(result))
+    print(json.dumps(result, indent=2) if args.json else kind.report(result))
     return 0 if result["verified"] and result.get("met", True) else 1
 
 
-def _measurement(args: argparse.Namespace) -> tuple[Measure, Report]:
+@dataclass(frozen=True)
+class _Kind:
+    """``name``: by the options that chose it. ``takes``: the options that mean something to it."""
+
+    name: str
+    measure: Measure
+    report: Report
+    takes: frozenset[str]
+
+
+def _kind(args: argparse.Namespace) -> _Kind:
     if args.what == "overlap" or (args.what == "transfer" and args.memory == "cuda"):
-        return _bench_overlap.overlap, _bench_overlap.report
+        name, takes = _bench_overlap.taken(args)
+        return _Kind(name, _bench_overlap.overlap, _bench_overlap.report, takes)
     if args.what == "fairness":
-        return _bench_fairness.fairness, _bench_fairness.report
-    if args.what == "transfer" and args.route == "local":
-        return _bench_local.local, _bench_local.report
-    args.block_bytes = args.block_bytes or _BLOCK_BYTES
-    if args.what == "transfer":
-        return _transfer, _report
-    return _bench_others.OTHERS[args.what], _bench_others.report
+        takes = _EACH | {"runs", "bulk_bytes", "rate_gbit"}
+        return _Kind("fairness", _bench_fairness.fairness, _bench_fairness.report, takes)
+    if args.what != "transfer":
+        takes = _EACH if args.what == "waiting" else _EACH | {"runs"}
+        return _Kind(args.what, _bench_others.OTHERS[args.what], _bench_others.report, takes)
+    takes = frozenset(("route", "blocks", "block_bytes", "runs", "memory"))
+    if args.route == "local":
+        return _Kind("transfer --route local", _bench_local.local, _bench_local.report, takes)
+    nic = args.nic or "tcp"
+    takes |= {"private", "rails", "nic", "devices" if nic == "verbs" else "congestion"}
+    return _Kind(f"transfer --nic {nic}", _transfer, _report, takes)
+
+
+def _settled(args: argparse.Namespace) -> _Kind:
+    """Gives options that are not set their defaults; ends the program, as argparse does, for one without meaning."""
+    kind = _kind(args)
+    for name, value in vars(args).items():
+        if name in _DEFAULTS and value is None:
+            setattr(args, name, _DEFAULTS[name])
+        elif name in _DEFAULTS and name not in kind.takes:
+            args.refuse(f"argument --{name.replace('_', '-')}: means nothing to {kind.name}")
+    if args.route == "local" and args.what != "transfer":
+        args.refuse(f"argument --route: local means nothing to {kind.name}")
+    return kind
 
 
 @dataclass(frozen=True)
@@ -134,7 +185,7 @@ def _transfer(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     relay = args.route == "relay"
     case = Case(
         args.blocks,
-        args.block_bytes,
+        args.block_bytes or _BLOCK_BYTES,
         args.rails,
         1 if relay and args.rails > 1 else 0,  # to another rank's rail, else to the own
         Route.RELAY_ALL if relay else Route.DIRECT,
@@ -193,9 +244,8 @@ def _transfer(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 def _devices(args: argparse.Namespace) -> tuple[tuple[Verbs, ...], tuple[Verbs, ...]]:
     """Of the rails of the sending and the receiving daemon; none for TCP. ArgumentError."""
     names = [name for name in args.devices.split(",") if name]
-    if (args.nic == "verbs") != bool(names):
-        needs = "needs --devices" if args.nic == "verbs" else "has no --devices"
-        raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"--nic {args.nic} {needs}")
+    if args.nic == "verbs" and not names:
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, "--nic verbs needs --devices")
     rails = args.rails if names else 0
     if len(names) not in (rails, 2 * rails):
         text = f"--devices: {len(names)} of them for {rails} rails; expected {rails}, or twice as many"

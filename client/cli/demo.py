@@ -28,6 +28,7 @@ from railrelay.client.cli import _content, _models, _node, _nodes, lanes
 from railrelay.client.cli._models import DECODES, MODELS, PREFILLS, RANKS, Move, Pages, Plan
 from railrelay.client.cli._node import Row
 from railrelay.client.cli._nodes import MIB, Geometry, Node
+from railrelay.client.cli._numbers import whole
 from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import duration, size, table
 from railrelay.client.cli._workers import Worker
@@ -54,7 +55,9 @@ _SEED: Final = 1
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-70b", help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of all requests together (default: what fits well)")
+    parser.add_argument(
+        "--tokens", type=whole(1 << 40), metavar="N", help="of all requests together (default: what fits well)"
+    )
     parser.add_argument("--prefill", choices=PREFILLS, default="pp4", help="default: %(default)s")
     parser.add_argument("--decode", choices=DECODES, default="tp4", help="default: %(default)s")
     parser.add_argument("--route", choices=_ROUTES, default="relay", help="default: %(default)s")

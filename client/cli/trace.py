@@ -26,6 +26,7 @@ from typing import Any, Final, TextIO
 
 from railrelay.client.cli import _node
 from railrelay.client.cli._node import Row
+from railrelay.client.cli._numbers import amount, whole
 from railrelay.client.cli._table import duration, table
 from railrelay.client.cli._trace_events import PHASES, Event, Owner, Slice, events, slice_of
 from railrelay.client.errors import ErrorCode, error
@@ -50,9 +51,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _node.configure(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--seconds", type=_seconds, metavar="S", help=f"slices that end in the next S seconds, at most {_MOST_S:g}"
+        "--seconds",
+        type=amount(0.001, _MOST_S),
+        metavar="S",
+        help=f"slices that end in the next S seconds, at most {_MOST_S:g}",
     )
-    which.add_argument("--last", type=_count, metavar="N", help="only the latest N slices (default: all that are kept)")
+    which.add_argument(
+        "--last", type=whole(1 << 30), metavar="N", help="only the latest N slices (default: all that are kept)"
+    )
     parser.add_argument(
         "--transfer",
         type=_selection,
@@ -223,18 +229,6 @@ def _losses(found: Mapping[str, Any]) -> str:
         (found["unknown_times"], "with unknown times"),
     )
     return "".join(f"; {number} {text}" for number, text in what if number)
-
-
-def _seconds(text: str) -> float:
-    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) is None or not 0 < float(text) <= _MOST_S:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected more than 0 and at most {_MOST_S:g} seconds")
-    return float(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected 1 or more")
-    return int(text)
 
 
 def _selection(text: str) -> Callable[[Slice], bool]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from railrelay.client.cli import _nodes, bench, demo
+from railrelay.client.cli import _bench_overlap, _nodes, bench, demo, main
 from railrelay.client.cli._bench_engines import Case
 from railrelay.client.cli._bench_setup import Run, Usage
 from railrelay.client.cli._bench_targets import targets_of
@@ -47,6 +47,50 @@ def test_targets_of_the_relay_are_relative_to_the_bound_and_to_the_cpu_of_limit_
     assert not ratio.met
     assert cpu.figure == pytest.approx(1.0)
     assert cpu.met
+
+
+def test_overlap_is_not_judged_where_the_nic_did_not_keep_its_rate() -> None:
+    found = {"relay_to_direct": 0.5, "load": {"zeros": {"relay_to_idle_direct": 9.0}}}
+    judged = _bench_overlap.targets_of({**found, "counts": True})
+    assert [target.met for target in judged] == [True, False]
+    for target in _bench_overlap.targets_of({**found, "counts": False}):
+        assert target.facts()["met"] is None
+        assert target.text().endswith(": not judged")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("fairness --rails 3", "--rails: means nothing to fairness"),
+        ("fairness --route local", "--route: local means nothing to fairness"),
+        ("fairness --rate 3", "--rate: means nothing to fairness"),
+        ("waiting --runs 3", "--runs: means nothing to waiting"),
+        ("submit --block-bytes 4096", "--block-bytes: means nothing to submit"),
+        ("overlap --rails 2", "--rails: means nothing to overlap --memory host without --rows"),
+        ("overlap --pages 3", "--pages: means nothing to overlap --memory host without --rows"),
+        ("overlap --load", "--load: means nothing to overlap --memory host"),
+        ("--memory cuda --rows 2 --blocks 3", "--blocks: means nothing to overlap --memory cuda with --rows"),
+        ("--route local --private", "--private: means nothing to transfer --route local"),
+        ("--rate-gbit 2", "--rate-gbit: means nothing to transfer --nic tcp"),
+        ("--devices mlx5_0", "--devices: means nothing to transfer --nic tcp"),
+        ("--nic verbs --congestion bbr", "--congestion: means nothing to transfer --nic verbs"),
+        ("--runs 0", "--runs: 0: expected 1 to 10000"),
+        ("--runs -1", "--runs: -1: expected 1 to 10000"),
+        ("--rails 17", "--rails: 17: expected 1 to 16"),
+        ("--blocks 1e6", "--blocks: 1e6: expected 1 to 16777216"),
+        ("overlap --rate 0", "--rate: 0: expected 0.001 to 10000"),
+        ("overlap --rate nan", "--rate: nan: expected 0.001 to 10000"),
+        ("overlap --rate 1e9", "--rate: 1e9: expected 0.001 to 10000"),
+        ("fairness --rate-gbit -1", "--rate-gbit: -1: expected 0.01 to 400"),
+    ],
+)
+def test_an_option_without_meaning_or_out_of_its_limits_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words.split()])
+    assert ended.value.code == 2
+    assert f"error: argument {said}" in capsys.readouterr().err
 
 
 def test_a_case_that_nobody_named_has_no_target() -> None:
