@@ -10,7 +10,7 @@ import sys
 from typing import Final
 
 from device import native, systems
-from device.report import MIB, Options, Report, Skipped
+from device.report import MIB, NOT_MEASURED, Options, Report, Skipped
 
 _LIMIT_BYTES: Final = 16 * MIB
 _LANES: Final = 7
@@ -61,7 +61,7 @@ def _processes(report: Report, options: Options) -> None:
         link.sender.write(link.remote, [link.source.address], [link.remote.address], MIB).wait(60)
         listed = _listed()
     if listed is None:
-        report.row("contexts of the daemon", "not measured: no nvidia-smi")
+        report.row("contexts of the daemon", f"{NOT_MEASURED}no nvidia-smi")
         return
     shown = ", ".join(f"{pid}: {used}" for pid, used in listed.items()) or "none"
     report.timed(

@@ -23,7 +23,7 @@ import numpy as np
 
 from device import fill, native
 from device.native import Copier, Shared
-from device.report import MIB, Options, Report, Skipped
+from device.report import MIB, NOT_MEASURED, Options, Report, Skipped
 from railrelay.client import cuda
 from railrelay.client.cli._workers import Worker
 from railrelay.client.errors import ErrorCode, RelayError
@@ -434,7 +434,7 @@ def _tell(
     uuids: dict[str, str],
 ) -> None:
     if not windows:
-        report.row(f"{values}, {case.name}", "not measured: no time left")
+        report.row(f"{values}, {case.name}", f"{NOT_MEASURED}no time left")
         return
     spans = [(window.begin, window.end) for _, window in windows]
     texts: list[str] = []

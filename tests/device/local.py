@@ -20,7 +20,7 @@ from device import cells, systems
 from device.cells import CELL_BYTES, Cells
 from device.fill import SLOTS
 from device.native import PIECE, Copier, Slots, Time, opened_gpu
-from device.report import MIB, Options, Report, spread
+from device.report import MIB, NOT_MEASURED, Options, Report, spread
 from railrelay.client import ErrorCode, PageLayout, RegionError, Transfer
 from railrelay.client.cli._bench_memory import GpuPool
 
@@ -39,7 +39,7 @@ def run(report: Report, options: Options, library: ctypes.CDLL) -> None:
         except RegionError as failure:
             if failure.code is not ErrorCode.NOT_SUPPORTED:
                 raise
-            report.row("GPU memory", f"not measured: {failure.text}")
+            report.row("GPU memory", f"{NOT_MEASURED}{failure.text}")
 
 
 def _host(report: Report, options: Options) -> None:
@@ -162,7 +162,7 @@ class _Bench:
         send().wait(60)
         wrong = cells.wrong_lines(link.destination_pool, 0, 0, placed)
         if link.sender.counters()["bytes_local"] == before["bytes_local"]:
-            self._report.row(case, "not measured: the bytes did not take the local route")
+            self._report.row(case, f"{NOT_MEASURED}the bytes did not take the local route")
             return
         bare()
         ratios, rates = [], []

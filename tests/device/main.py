@@ -12,6 +12,7 @@ import ctypes
 import datetime
 import faulthandler
 import json
+import math
 import os
 import platform
 import re
@@ -22,19 +23,22 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module, util
 from pathlib import Path
 from typing import IO, Any, Final
 
-from device.report import Options, Report, Row, Skipped, read
+from device.report import NOT_MEASURED, Options, Report, Row, Skipped, read
 
 HERE: Final = Path(__file__).resolve().parent
 ROOT: Final = HERE.parents[1]
 OUT: Final = Path(os.environ.get("OUT") or "/tmp/railrelay-device")
 BUILT: Final = Path(tempfile.gettempdir()) / f"railrelay-device-build-{os.getuid()}"
-_TOTAL_S: Final = 570
+_TOTAL_S: Final = 570.0
+_LEAST_S: Final = 10.0
+_DAY_S: Final = 86_400.0
+_MOST_GPUS: Final = 64
 _KILL_S: Final = 5.0
 _STACKS_S: Final = 2.0
 _STRESS_MORE_S: Final = 60  # than --seconds: to start, and to end when something hangs
@@ -74,19 +78,27 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="the sections")
     parser.add_argument("--section", nargs="+", choices=SECTIONS, metavar="NAME", help="only these; see --list")
-    parser.add_argument("--gpus", type=int, metavar="N", help="use so many GPUs (default: 2, or what there is)")
+    parser.add_argument(
+        "--gpus", type=_within(int, 1, _MOST_GPUS), metavar="N", help="use so many GPUs (default: 2, or what there is)"
+    )
     parser.add_argument("--host", action="store_true", help="no GPU: host memory")
     parser.add_argument("--stand-in", action="store_true", help="two GPUs of the stand-in driver of the tests")
     parser.add_argument("--quick", action="store_true", help="small sizes; shows that everything works")
     parser.add_argument(
-        "--seconds", type=float, default=0.0, metavar="S", help="how long stress goes on (default: 180)"
+        "--seconds", type=_within(float, 1, _DAY_S), metavar="S", help="how long stress goes on (default: 180)"
     )
-    parser.add_argument("--limit", type=float, default=_TOTAL_S, metavar="S", help="for all (default: %(default)s)")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="writes the tables there too, as Markdown")
+    parser.add_argument(
+        "--limit",
+        type=_within(float, _LEAST_S, _DAY_S),
+        default=_TOTAL_S,
+        metavar="S",
+        help="for all; what does not fit in is left out, with its reason (default: %(default)g)",
+    )
+    parser.add_argument("--results", type=_new_file, metavar="FILE", help="writes the tables there too, as Markdown")
     parser.add_argument(
         "--from",
         nargs="+",
-        type=Path,
+        type=_earlier,
         metavar="ROWS",
         dest="earlier",
         help="only print these rows.json of earlier runs",
@@ -95,19 +107,61 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(words)
     if args.list:
+        width = max(map(len, SECTIONS))
         for name, section in SECTIONS.items():
-            print(f"{name:10} {section.text}{'' if section.host else ' (needs a GPU)'}; {section.limit_s} s at most")
+            print(
+                f"{name:{width}} {section.text}{'' if section.host else ' (needs a GPU)'}; {section.limit_s} s at most"
+            )
         return 0
     if args.one:
         return _one(args)
     if args.earlier:
-        return _shown(_joined([json.loads(path.read_text()) for path in args.earlier]), args.results)
+        return _shown(_joined(args.earlier), args.results)
+    if args.host and (args.gpus or args.stand_in):
+        parser.error("--host uses no GPU: it goes without --gpus and --stand-in")
+    if args.seconds and "stress" not in (args.section or SECTIONS):
+        parser.error("argument --seconds: is for the section stress only")
     try:
         with _nothing_left_running():
             return _all(args, time.monotonic() + args.limit)
     except RuntimeError as failure:
         print(f"run: {failure}", file=sys.stderr)
         return 2
+
+
+def _within(kind: Callable[[str], float], least: float, most: float) -> Callable[[str], float]:
+    def parsed(text: str) -> float:
+        found = math.nan
+        with contextlib.suppress(ValueError):
+            found = kind(text)
+        if not least <= found <= most:
+            raise argparse.ArgumentTypeError(f"{text}: expected {least:g} to {most:g}")
+        return found
+
+    return parsed
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: expected a file in a folder that there is and that may be written")
+    return path
+
+
+def _earlier(text: str) -> dict[str, Any]:
+    """What a rows.json holds."""
+    try:
+        facts: dict[str, Any] = json.loads(Path(text).read_text())
+        known = {Row(**row).section for row in facts["rows"]} <= set(SECTIONS) and {"date", "text", "gpus"} <= set(
+            facts
+        )
+    except OSError as failure:
+        raise argparse.ArgumentTypeError(f"{text}: {failure.strerror}") from None
+    except (ValueError, TypeError, KeyError):
+        known = False
+    if not known:
+        raise argparse.ArgumentTypeError(f"{text}: not the rows.json of a run")
+    return facts
 
 
 # ---- one section, in a process of its own ----
@@ -118,7 +172,7 @@ def _one(args: argparse.Namespace) -> int:
     section = SECTIONS[name]
     if args.limit > _STACKS_S:  # where it stands, if it is about to be stopped
         faulthandler.dump_traceback_later(args.limit - _STACKS_S)
-    options = Options(args.gpus, args.quick, args.stand_in, args.seconds)
+    options = Options(args.gpus or 0, args.quick, args.stand_in, args.seconds or 0.0)
     function = getattr(import_module(f"device.{section.module}"), section.function)
     given: dict[str, Any] = {
         "report": Report(name, Path(path), options),
@@ -133,7 +187,7 @@ def _one(args: argparse.Namespace) -> int:
             given["library"] = native.load(args.library)
         function(*(given[argument] for argument in wanted))
     except Skipped as reason:
-        given["report"].row(section.text, f"not measured: {reason}")
+        given["report"].row(section.text, f"{NOT_MEASURED}{reason}")
     except KeyboardInterrupt:
         return 130
     except Exception as failure:  # noqa: BLE001 - the other sections go on
@@ -147,18 +201,25 @@ def _one(args: argparse.Namespace) -> int:
 
 
 def _all(args: argparse.Namespace, deadline: float) -> int:
-    OUT.mkdir(parents=True, exist_ok=True)
+    try:
+        OUT.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise RuntimeError(f"OUT={OUT}: {failure.strerror}; name a folder that can be made") from None
     environment = _environment(args)
     machine = _machine(environment)
     gpus = _gpus(args, machine)
     print(f"{machine['text']}; {gpus or 'no'} GPU{'s' if gpus != 1 else ''} used", flush=True)
-    names = args.section or [name for name, section in SECTIONS.items() if gpus or section.host]
+    possible = [name for name, section in SECTIONS.items() if gpus or section.host]
+    names = args.section or possible
+    if lacking := [name for name in names if name not in possible]:
+        raise RuntimeError(f"--section {' '.join(lacking)}: needs a GPU; without --host, or with --stand-in")
     with tempfile.TemporaryDirectory(prefix="railrelay-device-") as work:
         library = _library(Path(work), environment)
         rows: list[Row] = []
         with (OUT / "device.log").open("w") as log:
             for name in names:
-                options = ["--gpus", str(gpus), *(["--quick"] * args.quick), *(["--stand-in"] * args.stand_in)]
+                options = ["--gpus", str(gpus)] if gpus else ["--host"]
+                options += ["--quick"] * args.quick + ["--stand-in"] * args.stand_in
                 limit_s = SECTIONS[name].limit_s
                 if name == "stress" and args.seconds:
                     options += ["--seconds", str(args.seconds)]
@@ -173,7 +234,7 @@ def _all(args: argparse.Namespace, deadline: float) -> int:
 
 
 def _shown(facts: dict[str, Any], results: Path | None) -> int:
-    """Prints the tables; the exit status."""
+    """Prints the tables; the exit status: 1 if a figure is missed, or if there is none."""
     rows = [Row(**row) for row in facts["rows"]]
     if results:
         results.write_text(markdown(rows, facts))
@@ -181,6 +242,12 @@ def _shown(facts: dict[str, Any], results: Path | None) -> int:
     missed = [row for row in rows if row.good is False]
     judged = sum(row.good is not None for row in rows)
     print(f"\n{judged - len(missed)} of {judged} figures are within their limits")
+    left_out = dict.fromkeys(row.section for row in rows if not row.is_measured)
+    if left_out:
+        print(f"not all was measured of: {', '.join(left_out)}")
+    if not any(row.is_measured for row in rows):
+        print("nothing was measured", file=sys.stderr)
+        return 1
     return 1 if missed else 0
 
 
@@ -206,8 +273,8 @@ def _run(
     section = SECTIONS[name]
     path = work / f"{name}.rows"
     left = deadline - time.monotonic()
-    if left < 10:
-        return [Row(name, section.text, "not measured: no time left")]
+    if left < _LEAST_S:
+        return [Row(name, section.text, f"{NOT_MEASURED}no time left")]
     limit = min(limit_s, left)
     print(f"== {name}: {section.text}", flush=True)
     log.write(f"== {name}\n")
@@ -379,11 +446,11 @@ def _machine(environment: dict[str, str]) -> dict[str, Any]:
 
 def _gpus(args: argparse.Namespace, machine: dict[str, Any]) -> int:
     there = 0 if args.host else len(machine["names"])
-    if args.gpus is not None and args.gpus > there and not args.host:
+    if args.gpus and args.gpus > there:
         raise RuntimeError(f"--gpus {args.gpus}: this machine has {there}")
     if not there and not args.host:
         raise RuntimeError(f"no GPU: {machine['missing']}; --host measures on host memory")
-    return min(there, 2) if args.gpus is None or args.host else args.gpus
+    return args.gpus or min(there, 2)
 
 
 # ---- the tables ----

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+NOT_MEASURED: Final = "not measured: "
+
 
 class Skipped(Exception):
     """The section needs what this machine has not; the text says what."""
@@ -53,6 +55,10 @@ class Row:
     limit: str = ""
     good: bool | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_measured(self) -> bool:
+        return not self.figure.startswith(NOT_MEASURED)
 
 
 class Report:
