@@ -54,3 +54,9 @@ def test_the_cpu_finds_nothing_at_addresses_of_the_gpu(gpu: Card, control: Contr
     else:
         raise AssertionError("the address is not reserved")
     assert control.count("allocated") == 1
+
+
+def test_a_driver_that_tests_do_not_know_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpus.FORCE, "standin")
+    with pytest.raises(ValueError, match="RAILRELAY_TEST_GPU=standin: expected stand-in"):
+        gpus.why_no_gpu()

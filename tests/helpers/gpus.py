@@ -20,7 +20,7 @@ from helpers.processes import TESTS
 from railrelay.client import Buffer, Client, Region, RemoteRegion, cuda
 
 HELPERS: Final = TESTS / "helpers"
-FORCE: Final = "RAILRELAY_TEST_GPU"  # "stand-in": even where there is a GPU
+FORCE: Final = "RAILRELAY_TEST_GPU"
 OBJECTS: Final = (
     "contexts",
     "streams",
@@ -47,9 +47,12 @@ _FLAGS: Final = ("-std=gnu11", "-O2", "-g", "-Wall", "-Wextra", "-Werror", "-fvi
 
 
 def why_no_gpu() -> str:
-    """Why the real driver cannot be used; "" if it can."""
-    if os.environ.get(FORCE) == "stand-in":
-        return f"{FORCE}=stand-in"
+    """Why the real driver is not used; "" if it is."""
+    forced = os.environ.get(FORCE, "")
+    if forced not in ("", "stand-in"):
+        raise ValueError(f"{FORCE}={forced}: expected stand-in, or nothing: the GPU that there is, else the stand-in")
+    if forced:
+        return f"{FORCE}={forced}"
     found = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60, check=False)
     return found.stderr.strip().splitlines()[-1] if found.returncode else ""
 
