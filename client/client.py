@@ -31,7 +31,7 @@ from railrelay.client.layout import PageLayout
 from railrelay.client.paths import default_socket
 from railrelay.client.peers import Peer, Ready
 from railrelay.client.receiver import Receiver
-from railrelay.client.regions import Buffer, Region, RemoteRegion, decode_offer, memory_of, shared_memory
+from railrelay.client.regions import Buffer, Region, RemoteRegion, decode_offer, memory_of, shared_memory, span_of
 from railrelay.client.transfer import Transfer, nanoseconds
 from railrelay.shm_layout import faults
 
@@ -103,6 +103,8 @@ class Client:
         path = default_socket(instance) if socket is None else Path(socket)
         if route not in list(Route):
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"route {route!r}: one of {', '.join(Route)}")
+        if not isinstance(gpu_options, GpuOptions):
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"gpu_options {gpu_options!r}: expected {_GPU_OPTIONS}")
         wish = Wish(path, rank, name, Route(route).number, local, feeder_cpu, gpu, gpu_options, timeout)
         return cls(wish, reattach=reattach)
 
@@ -197,7 +199,7 @@ class Client:
         Raises RegionError (the text names the limit), ArgumentError (overlaps a registered region, not contiguous)."""
         attachment = self._attachment
         attachment.connection.check()
-        on_gpu = _gpu_memory_of(buffer)
+        on_gpu = _gpu_memory_of(buffer, writable=receive)
         chosen = self._rail(rail)
         if on_gpu is not None:
             address, nbytes = on_gpu
@@ -428,11 +430,11 @@ class Client:
         return region
 
 
-def _gpu_memory_of(buffer: Any) -> tuple[int, int] | None:  # noqa: ANN401
+def _gpu_memory_of(buffer: Any, *, writable: bool) -> tuple[int, int] | None:  # noqa: ANN401
     """(address, bytes) if it is GPU memory."""
     if not isinstance(buffer, tuple):
-        return cuda.gpu_memory_of(buffer)
-    address, nbytes = (int(part) for part in buffer)
-    if cuda.in_use() and not cuda.missing() and address > 0 and cuda.where(address) is not None:
+        return cuda.gpu_memory_of(buffer, writable=writable)
+    address, nbytes = span_of(buffer)
+    if cuda.in_use() and not cuda.missing() and cuda.where(address) is not None:
         return address, nbytes
     return None

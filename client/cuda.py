@@ -10,14 +10,18 @@ import ctypes
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import index
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from railrelay.client.errors import ArgumentError, ErrorCode, RegionError, RelayError
 
+READ_ONLY: Final = "the memory is read-only; register it with receive=False"
 INSTALL: Final = "install railrelay[cuda]"
 _DRIVER: Final = "`nvidia-smi` must list the GPUs, and CUDA_VISIBLE_DEVICES must not hide them"
 BATCH_VERSION: Final = 13000  # the signatures of the batch copies that gpu_copy.h declares
@@ -553,23 +557,24 @@ class _DlTensor(ctypes.Structure):
 _DL_CUDA: Final = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
-def gpu_memory_of(tensor: Any) -> tuple[int, int] | None:  # noqa: ANN401
+def gpu_memory_of(tensor: Any, *, writable: bool) -> tuple[int, int] | None:  # noqa: ANN401
     """(address, bytes) of a contiguous tensor in GPU memory: torch, __cuda_array_interface__, or DLPack. None if it is
-    something else. ArgumentError if it is not contiguous."""
+    something else. ArgumentError if it is not contiguous, not ``writable``, or what it says of itself cannot be."""
     if hasattr(tensor, "data_ptr") and hasattr(tensor, "is_contiguous"):  # torch, of any type of number
         if not tensor.is_cuda:
             return None
         return _checked(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.is_contiguous())
     interface = getattr(tensor, "__cuda_array_interface__", None)
-    if interface is not None:
-        nbytes = int(interface["typestr"][2:])
-        contiguous, strides = True, interface.get("strides")
-        for axis, length in reversed(list(enumerate(interface["shape"]))):
-            contiguous = contiguous and (not strides or strides[axis] == nbytes or length == 1)
-            nbytes *= length
-        return _checked(interface["data"][0], nbytes, contiguous)
-    if hasattr(tensor, "__dlpack_device__") and tensor.__dlpack_device__()[0] in _DL_CUDA:
-        return _from_dlpack(tensor.__dlpack__())
+    try:
+        if interface is not None:
+            return _from_interface(interface, writable)
+        if hasattr(tensor, "__dlpack_device__") and tensor.__dlpack_device__()[0] in _DL_CUDA:
+            return _from_dlpack(tensor.__dlpack__())
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, BufferError, RuntimeError) as failure:
+        way = "DLPack" if interface is None else f"__cuda_array_interface__ {interface!r}"
+        why = f"{type(failure).__name__}: {failure}"
+        text = f"{type(tensor).__name__}: {way} cannot be used ({why}); pass (address, bytes) instead"
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, text) from None
     return None
 
 
@@ -579,13 +584,37 @@ def _checked(address: int, nbytes: int, contiguous: bool) -> tuple[int, int]:
     return address, nbytes
 
 
+def _from_interface(interface: dict[str, Any], writable: bool) -> tuple[int, int]:
+    kind, shape, (address, read_only) = np.dtype(interface["typestr"]), interface["shape"], interface["data"]
+    if kind.hasobject:
+        raise TypeError("Python objects are no memory of a GPU")
+    if writable and read_only:
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, READ_ONLY)
+    strides = interface.get("strides")
+    steps = None if strides is None else [8 * index(stride) for stride in strides]
+    return _contiguous(index(address), shape, steps, 8 * kind.itemsize)
+
+
 def _from_dlpack(capsule: object) -> tuple[int, int]:
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     tensor = _DlTensor.from_address(pointer(capsule, b"dltensor"))
-    items, contiguous = 1, True
-    for axis in reversed(range(tensor.ndim)):
-        contiguous = contiguous and (not tensor.strides or tensor.strides[axis] == items or tensor.shape[axis] == 1)
-        items *= tensor.shape[axis]
-    nbytes = items * tensor.bits * tensor.lanes // 8
-    return _checked((tensor.data or 0) + tensor.byte_offset, nbytes, contiguous)
+    address, item_bits = (tensor.data or 0) + tensor.byte_offset, tensor.bits * tensor.lanes
+    steps = [stride * item_bits for stride in tensor.strides[: tensor.ndim]] if tensor.strides else None
+    return _contiguous(address, tensor.shape[: tensor.ndim], steps, item_bits)
+
+
+def _contiguous(
+    address: int, shape: Sequence[int], steps_bits: Sequence[int] | None, item_bits: int
+) -> tuple[int, int]:
+    bits, contiguous = item_bits, True
+    for axis in reversed(range(len(shape))):
+        length = index(shape[axis])
+        if length < 0:
+            raise ValueError(f"a length of {length}")
+        contiguous = contiguous and (steps_bits is None or steps_bits[axis] == bits or length == 1)
+        bits *= length
+    nbytes = bits // 8
+    if nbytes and not 0 < address <= (1 << 64) - nbytes:
+        raise ValueError(f"{nbytes} bytes at {address:#x}")
+    return _checked(address, nbytes, contiguous)

@@ -11,10 +11,11 @@ import logging
 import threading
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from numbers import Integral, Real
+from typing import Any, Final
 
 from railrelay.client import core, cuda, protocol
-from railrelay.client.errors import ArgumentError, ErrorCode, RelayError
+from railrelay.client.errors import ArgumentError, ErrorCode, RegionError, RelayError
 from railrelay.client.transfer import core_errors
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,12 @@ LOCAL_BLOCKS: Final = 2  # times the thread blocks: no NIC sets the pace of the 
 RUN_BYTES: Final = 48
 SCRATCH_BYTES: Final = 1 << 20
 THREAD_BLOCKS_MAX: Final = 1024
+NIC_GBIT_MAX: Final = 10_000
 GBIT_BYTES: Final = 0.125  # a nanosecond, at one Gbit/s
+_SAME_PROCESS: Final = (
+    "a process cannot open its own memory of cudaMalloc; connect this client with local=False, or have the other one in"
+    " another process"
+)
 
 
 class Copy(StrEnum):
@@ -51,10 +57,16 @@ class GpuOptions:
     thread_blocks: int = 4
 
     def __post_init__(self) -> None:
-        if self.copy not in list(Copy) or not self.nic_gbit > 0 or not 1 <= self.thread_blocks <= THREAD_BLOCKS_MAX:
+        blocks, gbit = self.thread_blocks, self.nic_gbit
+        if (
+            self.copy not in list(Copy)
+            or not (isinstance(gbit, Real) and 0 < gbit <= NIC_GBIT_MAX)
+            or not (isinstance(blocks, Integral) and 1 <= blocks <= THREAD_BLOCKS_MAX)
+        ):
             raise ArgumentError(
                 ErrorCode.BAD_ARGUMENT,
-                f"{self}: copy is one of {', '.join(Copy)}, nic_gbit above 0, thread_blocks 1 to {THREAD_BLOCKS_MAX}",
+                f"{self}: copy is one of {', '.join(Copy)}, nic_gbit a number above 0 and at most {NIC_GBIT_MAX},"
+                f" thread_blocks a whole number from 1 to {THREAD_BLOCKS_MAX}",
             )
 
 
@@ -127,7 +139,12 @@ class GpuMemory:
         if opened.handle == "vmm":
             mapping = self.gpu.open_vmm(fds[0], opened.handle_bytes)
         else:
-            mapping = self.gpu.open_ipc(opened.ipc, opened.handle_bytes)
+            try:
+                mapping = self.gpu.open_ipc(opened.ipc, opened.handle_bytes)
+            except cuda.CudaError as failure:
+                if "CUDA_ERROR_INVALID_CONTEXT" not in failure.text:
+                    raise
+                raise RegionError(ErrorCode.NOT_SUPPORTED, f"{failure.text}: {_SAME_PROCESS}") from None
         try:
             with core_errors():
                 self._core.map_gpu_remote(opened.remote, mapping.address + opened.offset, opened.bytes)
@@ -215,6 +232,14 @@ def _handle(thing: object, protocol: str, attribute: str) -> int | None:
     found = getattr(thing, protocol, None)
     if found is not None:
         handle = found() if callable(found) else found
-        return int(handle[1] if isinstance(handle, tuple) else handle)
+        return _number(thing, protocol, handle[1] if isinstance(handle, tuple) and len(handle) == 2 else handle)
     handle = getattr(thing, attribute, None)
-    return None if handle is None else int(handle)
+    return None if handle is None else _number(thing, attribute, handle)
+
+
+def _number(thing: object, name: str, handle: Any) -> int:  # noqa: ANN401 - also handles of cuda-python
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(handle, str | bytes | float) and 0 <= int(handle) < 1 << 64:
+            return int(handle)
+    text = f"ready is {type(thing).__name__}, of which {name} gives {handle!r}; expected the address of a CUDA handle"
+    raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import mmap
+import operator
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from railrelay.client import protocol
+from railrelay.client import cuda, protocol
 from railrelay.client.errors import ArgumentError, Busy, DaemonGone, ErrorCode, RegionError, RelayError
 from railrelay.client.transfer import core_errors
 from railrelay.shm_layout import faults
@@ -276,16 +277,28 @@ def _check_mapped(address: int, nbytes: int, *, writable: bool) -> None:
             return
     needed = "readable and writable" if writable else "readable"
     text = f"({address:#x}, {nbytes}): no {needed} memory of this process at {at:#x}"
-    raise ArgumentError(ErrorCode.BAD_ADDRESS, f"{text}; if it is a GPU's, install railrelay[cuda]")
+    if cuda.in_use():  # else nothing here can be a GPU's
+        lack = cuda.missing()
+        text += f"; if it is a GPU's: {lack}" if lack else ", nor of a GPU"
+    raise ArgumentError(ErrorCode.BAD_ADDRESS, text)
+
+
+def span_of(pair: tuple[Any, ...]) -> tuple[int, int]:
+    """(address, bytes) as engines pass it."""
+    try:
+        address, nbytes = map(operator.index, pair)
+    except (TypeError, ValueError):
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"{pair!r}: expected (address, bytes), two integers") from None
+    if address <= 0 or nbytes <= 0 or address + nbytes > 1 << 64:
+        text = f"({address:#x}, {nbytes}): expected an address and a size above 0, 2**64 at most together"
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+    return address, nbytes
 
 
 def memory_of(buffer: Any, *, writable: bool) -> tuple[int, int, object]:  # noqa: ANN401
     """(address, bytes, object to keep) of contiguous memory with the buffer protocol, or of (address, bytes)."""
     if isinstance(buffer, tuple):
-        address, nbytes = (int(part) for part in buffer)
-        if address <= 0 or nbytes <= 0:
-            text = f"({address:#x}, {nbytes}): expected an address and a size above 0"
-            raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+        address, nbytes = span_of(buffer)
         _check_mapped(address, nbytes, writable=writable)
         return address, nbytes, None
     try:
@@ -300,6 +313,9 @@ def memory_of(buffer: Any, *, writable: bool) -> tuple[int, int, object]:  # noq
             ErrorCode.BAD_ARGUMENT,
             f"memory of shape {view.shape} and strides {view.strides} is empty or not contiguous; register the whole",
         )
+    if view.format == "O" or getattr(getattr(buffer, "dtype", None), "hasobject", False):
+        text = "an array of Python objects: its bytes are pointers of this process; register an array of numbers"
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
     if writable and view.readonly:
-        raise ArgumentError(ErrorCode.BAD_ARGUMENT, "the memory is read-only; register it with receive=False")
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, cuda.READ_ONLY)
     return int(np.frombuffer(view, np.uint8).ctypes.data), view.nbytes, view

@@ -364,6 +364,7 @@ def test_what_only_an_emulated_nic_reaches_goes_through_a_lane_on_a_tcp_rail(
         moved(link, 1)
         assert sender.counters()["slots"]
 
+
 @rail_devices.every_nic()
 def test_a_client_that_inherits_a_lane_reads_nothing_of_the_one_before(
     nodes: Nodes, gpu: Card, driver: Driver, nic: str

@@ -57,6 +57,20 @@ def test_between_every_two_places(node: Node, gpu: Card, other_gpu: Card, source
         link.destination.region.unregister(10)
 
 
+def test_memory_of_cuda_malloc_in_the_same_process_is_refused_with_a_way_out(
+    node: Node, gpu: Card, control: Control
+) -> None:
+    assert control.count("opened") == 0
+    with node.connect(1, gpu=gpu.ordinal) as receiver:
+        destination = gpus.make(receiver, NBYTES, "gpu", gpu)
+        with node.connect(0, gpu=gpu.ordinal) as sender, pytest.raises(RelayError) as failure:
+            sender.open(destination.offer())
+        assert "cuIpcOpenMemHandle says CUDA_ERROR_INVALID_CONTEXT: a process cannot open" in str(failure.value)
+        assert "connect this client with local=False" in str(failure.value)
+        with node.connect(0, gpu=gpu.ordinal, local=False) as sender:
+            sender.open(destination.offer()).close()
+
+
 def test_pages_of_many_rows(node: Node, gpu: Card, other_gpu: Card) -> None:
     rows, pages, piece = 61, 40, 1152
     nbytes = rows * pages * piece

@@ -148,6 +148,65 @@ def test_tensors_with_gaps_are_refused(client: Client, gpu: Card) -> None:
     client.register((address, NBYTES)).unregister()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"typestr": "<no4"},
+        {"typestr": "|O8"},
+        {"shape": None},
+        {"shape": 16},
+        {"shape": (-4, -4)},
+        {"shape": (4.0, 4)},
+        {"strides": (64,)},
+        {"strides": ("a", "b")},
+        {"data": None},
+        {"data": (None, False)},
+        {"data": (0, False)},
+        {"data": (1 << 64, False)},
+    ],
+    ids=str,
+)
+def test_an_array_interface_that_cannot_be_is_named(client: Client, gpu: Card, wrong: dict[str, Any]) -> None:
+    array = ArrayInterface(gpu.alloc(NBYTES), (4, 4))
+    array.__cuda_array_interface__ |= wrong
+    for receive in (True, False):
+        with pytest.raises(ArgumentError, match=r"ArrayInterface: __cuda_array_interface__ .* cannot be used .*; pass"):
+            client.register(array, receive=receive)
+    del array.__cuda_array_interface__[next(iter(wrong))]
+    if "strides" not in wrong:
+        with pytest.raises(ArgumentError, match="cannot be used"):
+            client.register(array)
+
+
+def test_dlpack_that_cannot_be_is_named(client: Client, gpu: Card) -> None:
+    class Refusing(Exchanged):
+        def __dlpack__(self, **_: Any) -> object:  # noqa: ANN401
+            raise BufferError("read-only arrays are not exported")
+
+    class Other(Exchanged):
+        def __dlpack__(self, **_: Any) -> object:  # noqa: ANN401
+            return object()
+
+    address = gpu.alloc(NBYTES)
+    for tensor, why in ((Refusing(address, (16,)), "read-only arrays"), (Other(address, (16,)), "PyCapsule")):
+        with pytest.raises(ArgumentError, match=f"{type(tensor).__name__}: DLPack cannot be used .*{why}"):
+            client.register(tensor)
+
+
+def test_a_read_only_array_of_a_gpu_is_a_source_only(client: Client, gpu: Card) -> None:
+    array = ArrayInterface(gpu.alloc(NBYTES), (4, 4))
+    array.__cuda_array_interface__["data"] = (array.__cuda_array_interface__["data"][0], True)
+    with pytest.raises(ArgumentError, match="read-only; register it with receive=False"):
+        client.register(array)
+    client.register(array, receive=False).unregister()
+
+
+def test_an_address_that_is_no_memory_is_not_laid_to_a_lacking_package(client: Client, gpu: Card) -> None:
+    assert gpu.ordinal == 0
+    with pytest.raises(ArgumentError, match=r"no readable and writable memory .* at 0x1000, nor of a GPU$"):
+        client.register((0x1000, 4096))
+
+
 def test_torch_tensors(client: Client, gpu: Card, driver: Driver) -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     if not driver.is_real or not torch.cuda.is_available():

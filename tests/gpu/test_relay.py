@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -454,6 +455,11 @@ def test_what_ready_must_be(connect: Connect) -> None:
     sources, destinations = patterns.order(BLOCKS, BLOCK_BYTES, 2)
     with pytest.raises(ArgumentError, match="ready is str; expected HostEvent, or a CUDA stream or event"):
         write(link, sources, destinations, BLOCK_BYTES, ready="now")
+    wrong: tuple[Any, ...] = ("x", "7", 7.5, -1, 1 << 64, b"7", [])
+    for handle in wrong:
+        for name, ready in (("__cuda_stream__", Stream(handle)), ("cuda_stream", TorchStream(handle))):
+            with pytest.raises(ArgumentError, match=f"of which {name} gives {re.escape(repr(handle))}; expected"):
+                write(link, sources, destinations, BLOCK_BYTES, ready=ready)
     with pair.nodes[0].connect(1) as host_only:
         host = gpus.link(host_only, pair.receiver, gpus.make(host_only, NBYTES, "private"), link.destination)
         with pytest.raises(ArgumentError, match="has no GPU memory"):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +24,7 @@ from railrelay.client import (
     Client,
     ConnectError,
     ErrorCode,
+    GpuOptions,
     PageLayout,
     PeerError,
     RegionError,
@@ -267,6 +270,44 @@ def test_what_is_no_memory_of_this_process_is_refused(link: Link) -> None:
                 link.sender.register((address, nbytes))
         link.sender.register((never, mmap.PAGESIZE), receive=False).unregister()
         link.sender.register((start, 3 * mmap.PAGESIZE)).unregister()
+
+
+@pytest.mark.parametrize("span", [(4096.5, 64), (4096, 64.9), ("4096", 64), (4096,), (4096, 64, 1)], ids=str)
+def test_a_pair_that_is_not_two_integers_is_refused(link: Link, span: tuple[Any, ...]) -> None:
+    with pytest.raises(ArgumentError) as failure:
+        link.sender.register(span)
+    assert failure.value.text == f"{span!r}: expected (address, bytes), two integers"
+
+
+@pytest.mark.parametrize("span", [(0, 64), (4096, 0), (-4096, 64), ((1 << 64) - 64, 65)])
+def test_a_span_that_no_address_space_has_is_refused(link: Link, span: tuple[int, int]) -> None:
+    with pytest.raises(ArgumentError, match="expected an address and a size above 0, 2\\*\\*64 at most together"):
+        link.sender.register(span)
+
+
+def test_arrays_of_python_objects_are_refused(link: Link) -> None:
+    kinds: tuple[Any, ...] = (object, [("key", "u8"), ("value", object)])
+    for dtype in kinds:
+        for receive in (True, False):
+            with pytest.raises(ArgumentError, match="array of Python objects: its bytes are pointers"):
+                link.sender.register(np.empty(64, dtype), receive=receive)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"copy": {}}, {"thread_blocks": 2.5}, {"thread_blocks": "4"}, {"nic_gbit": "4"}, {"nic_gbit": math.inf},
+     {"nic_gbit": math.nan}, {"nic_gbit": None}, {"thread_blocks": 0}],
+    ids=str,
+)  # fmt: skip
+def test_gpu_options_of_wrong_types_are_refused_when_they_are_made(options: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="nic_gbit a number above 0 and at most 10000, thread_blocks a whole"):
+        GpuOptions(**options)
+
+
+def test_gpu_options_that_are_none_are_refused_before_connecting() -> None:
+    options: Any = {"copy": "batch"}
+    with pytest.raises(ArgumentError, match=r"gpu_options {'copy': 'batch'}: expected GpuOptions\(copy="):
+        Client.connect("/none/such", rank=0, gpu_options=options)
 
 
 def test_registering_what_overlaps_a_region_is_refused(link: Link) -> None:
