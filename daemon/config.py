@@ -514,9 +514,13 @@ def _check_rail(config: Config, index: int) -> None:
             _demand(value == default, f"{name}.{option}", value, 'none without nic = "verbs"')
     if rail.memory == "device":
         named = isinstance(rail.gpu, int) or rail.gpu.isdecimal() or rail.gpu.startswith("GPU-")
-        _demand(named, f"{name}.gpu", rail.gpu, 'a UUID, "GPU-...", or number, as memory = "device"')
+        expected = 'a UUID, "GPU-...", as `nvidia-smi -L` shows it, or a number such as 0, with memory = "device"'
+        _demand(named, f"{name}.gpu", rail.gpu, expected)
     else:
         _demand(rail.gpu == "", f"{name}.gpu", rail.gpu, 'none without memory = "device"')
+    if rail.nic != "emulated":
+        rate = rail.rate_gbit
+        _demand(rate == Rail().rate_gbit, f"{name}.rate_gbit", rate, 'none without nic = "emulated"')
     ways = ("auto", "engines") if rail.memory == "device" else ("auto",)
     expected = " or ".join(map(_shown, ways))
     _demand(rail.copies in ways, f"{name}.copies", rail.copies, f"{expected} with memory = {_shown(rail.memory)}")

@@ -41,9 +41,7 @@ def open_node(instance: str) -> Segment:
         return segment.open_segment(name)
     except SegmentError as failure:
         if failure.state is SegmentState.ABSENT:
-            found = instances()
-            known = f"this node has {', '.join(found)}; use --instance" if found else "this node has none"
-            raise RelayError(ErrorCode.NO_DAEMON, f"no such instance: {instance!r}; {known}") from None
+            raise RelayError(ErrorCode.NO_DAEMON, f"no such instance: {instance!r}; {_others()}") from None
         code = ErrorCode.ABI if failure.state is SegmentState.INCOMPATIBLE else ErrorCode.INTERNAL
         raise error(code, str(failure)) from None
     except PermissionError:
@@ -61,9 +59,24 @@ def nics(node: Segment) -> list[str]:
     ]
 
 
-def instances() -> list[str]:
-    """Names of the instances whose node segment exists."""
-    return [name[len(_PREFIX) : -len(_SUFFIX)] for name in segment.objects(_PREFIX) if name.endswith(_SUFFIX)]
+def _others() -> str:
+    """Which instances there are to ask for."""
+    found = [name[len(_PREFIX) : -len(_SUFFIX)] for name in segment.objects(_PREFIX) if name.endswith(_SUFFIX)]
+    live = [name for name in found if _runs(name)]
+    ended = [name for name in found if name not in live]
+    known = [", ".join(live)] * bool(live) + [f"of daemons that have ended {', '.join(ended)}"] * bool(ended)
+    return f"this node has {'; '.join(known)}; use --instance" if known else "this node has none"
+
+
+def _runs(instance: str) -> bool:
+    """Also of one that cannot be asked: its user may."""
+    try:
+        with segment.open_segment(paths.node_segment(instance)) as node:
+            return bool(daemon(node)["alive"])
+    except SegmentError:
+        return False
+    except PermissionError:
+        return True
 
 
 def daemon(node: Segment) -> Row:

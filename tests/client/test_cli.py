@@ -178,6 +178,14 @@ def test_a_missing_instance_is_named_with_those_that_exist(node: Node, capsys: p
     assert "no such instance: 'elsewhere'" in told
     assert node.instance in told
     assert "start railrelayd" in told
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(CHILD_SECONDS)
+    with make_node(f"{node.instance}-ended", child.pid):
+        assert main(["trace", "--instance", "elsewhere"]) == NO_DAEMON
+    live, ended = capsys.readouterr().err.split("of daemons that have ended")
+    assert f"{node.instance}-ended" in ended
+    assert "-ended" not in live
+    assert node.instance in live
 
 
 def test_another_major_version_is_refused_by_name(node: Node, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,9 +74,12 @@ def test_sizes_are_numbers_or_text_with_a_unit() -> None:
         (EMULATED + 'memory = "disk"', 'rail[0].memory: "disk": expected "host" or "device" with nic = "emulated"'),
         (
             EMULATED + 'memory = "device"',
-            'rail[0].gpu: "": expected a UUID, "GPU-...", or number, as memory = "device"',
+            'rail[0].gpu: "": expected a UUID, "GPU-...", as `nvidia-smi -L` shows it, or a number such as 0',
         ),
         (EMULATED + 'memory = "device"\ngpu = "H200"', 'rail[0].gpu: "H200": expected a UUID'),
+        (EMULATED + 'memory = "device"\ngpu = "cuda:0"', 'rail[0].gpu: "cuda:0": expected a UUID'),
+        ('[[rail]]\naddress = "127.0.0.1"\nrate_gbit = 10', "rail[0].rate_gbit: 10.0: expected none without nic ="),
+        (VERBS + "rate_gbit = 10", "rail[0].rate_gbit: 10.0: expected none without nic ="),
         (EMULATED + "gpu = 0", 'rail[0].gpu: 0: expected none without memory = "device"'),
         (EMULATED + 'copies = "engines"', 'rail[0].copies: "engines": expected "auto" with memory = "host"'),
         (
