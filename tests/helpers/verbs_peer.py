@@ -32,7 +32,9 @@ from pyverbs.wr import SGE, RecvWR
 PORT: Final = 1
 POLL_S: Final = 60.0
 _ACCESS: Final = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
-_OPERATIONS: Final = enums.IBV_QP_EX_WITH_RDMA_WRITE | enums.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
+_OPERATIONS: Final = (
+    enums.IBV_QP_EX_WITH_RDMA_WRITE | enums.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | enums.IBV_QP_EX_WITH_SEND
+)
 _STATUS: Final = {
     getattr(enums, name): name.removeprefix("IBV_WC_")
     for name in dir(enums)
@@ -104,8 +106,8 @@ class Peer:
         """Shared memory, registered: a new memfd, or one that exists."""
         return self._stack.enter_context(contextlib.closing(Memory(self, nbytes, descriptor)))
 
-    def queue_pair(self, psn: int = 0x1234) -> QueuePair:
-        return self._stack.enter_context(contextlib.closing(QueuePair(self, psn)))
+    def queue_pair(self, psn: int = 0x1234, receives: int = _RECEIVES) -> QueuePair:
+        return self._stack.enter_context(contextlib.closing(QueuePair(self, psn, receives)))
 
     def port_state(self) -> str:
         """ACTIVE, DOWN, ..."""
@@ -161,7 +163,7 @@ class Memory:
 
 
 class QueuePair:
-    def __init__(self, peer: Peer, psn: int) -> None:
+    def __init__(self, peer: Peer, psn: int, receives: int) -> None:
         self.peer = peer
         self.psn = psn
         self.pair = QPEx(
@@ -170,7 +172,7 @@ class QueuePair:
                 qp_type=enums.IBV_QPT_RC,
                 scq=peer.queue,
                 rcq=peer.queue,
-                cap=QPCap(max_send_wr=_QUEUE, max_recv_wr=_RECEIVES, max_send_sge=1, max_recv_sge=1),
+                cap=QPCap(max_send_wr=_QUEUE, max_recv_wr=receives, max_send_sge=1, max_recv_sge=1),
                 pd=peer.domain,
                 sq_sig_all=0,
                 comp_mask=enums.IBV_QP_INIT_ATTR_PD | enums.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS,
@@ -213,10 +215,23 @@ class QueuePair:
         for piece in pieces:  # it does not free itself
             piece.close()
 
-    def receive(self, count: int = 1, first_id: int = 0) -> None:
-        """Receives for writes with imm."""
+    def send(self, memory: Memory, offset: int, nbytes: int, number: int = 0) -> None:
+        """A message out of own memory, into the peer's next receive."""
+        piece = SGE(memory.address + offset, nbytes, memory.lkey)
+        self.pair.wr_start()
+        self.pair.wr_id, self.pair.wr_flags = number, enums.IBV_SEND_SIGNALED
+        self.pair.wr_send()
+        self.pair.wr_set_sge_list(1, [piece])
+        self.pair.wr_complete()
+        piece.close()
+
+    def receive(self, count: int = 1, first_id: int = 0, into: Memory | None = None, nbytes: int = 0) -> None:
+        """Receives for writes with imm, or for messages of ``nbytes`` too: number n of them at n x nbytes."""
         for number in range(first_id, first_id + count):
-            piece = SGE(self.peer.unused.buf, _RECEIVES, self.peer.unused.lkey)
+            if into is None:
+                piece = SGE(self.peer.unused.buf, _RECEIVES, self.peer.unused.lkey)
+            else:
+                piece = SGE(into.address + number * nbytes, nbytes, into.lkey)
             request = RecvWR(wr_id=number, num_sge=1, sg=[piece])
             self.pair.post_recv(request)
             request.close()

@@ -66,6 +66,11 @@ class Memory:
     lkeys: tuple[int, ...] = ()
     rkeys: tuple[int, ...] = ()
 
+    def close(self) -> None:
+        self.view.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+
 
 def memory(nbytes: int) -> Memory:
     fd = os.memfd_create("verbs-plane")
@@ -458,8 +463,14 @@ class Node:
         return Result(self.area("TRANSFERS", "transfer").get(transfer[0], "result"))
 
     def close(self) -> None:
+        """But for the memory, which may still be looked at."""
         self.plane.stop()
         self.client_segment.close()
+
+    def close_memory(self) -> None:
+        self.segment.close()
+        for made in (*self.regions, *self.lanes.values(), *self.bounces.values()):
+            made.close()
 
 
 TIMEOUT: Final = 17 if REAL else 10  # 4.096 us << this
