@@ -392,6 +392,7 @@ def parse(text: str) -> Config:
         config = msgspec.convert(raw, Config, dec_hook=_decode)
     except msgspec.ValidationError as failure:
         raise ConfigError(_explained(str(failure), raw)) from None
+    _check_texts("", raw)
     _check(config)
     return config
 
@@ -420,6 +421,18 @@ def _explained(text: str, raw: object) -> str:
 
 def _shown(value: object) -> str:
     return json.dumps(value, default=str)
+
+
+def _check_texts(where: str, value: object) -> None:
+    """No path, host or name that the system is asked for has a NUL."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            _check_texts(f"{where}.{name}" if where else name, part)
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            _check_texts(f"{where}[{index}]", part)
+    elif isinstance(value, str):
+        _demand("\0" not in value, where, value, "text without NUL")
 
 
 def _check(config: Config) -> None:

@@ -98,6 +98,12 @@ def test_sizes_are_numbers_or_text_with_a_unit() -> None:
         ('[node]\ninstance = "a/b"', 'node.instance: "a/b": expected 1 to 32 letters'),
         ('[node]\nhost = "0.0.0.0"', 'node.host: "0.0.0.0": expected an address or name'),
         ('[node]\nhost = "node7:4000"', 'node.host: "node7:4000": expected an address or name'),
+        ('[node]\ngroup = "a\\u0000b"', 'node.group: "a\\u0000b": expected text without NUL'),
+        (
+            '[security]\nsecret_files = ["a", "\\u0000"]',
+            'security.secret_files[1]: "\\u0000": expected text without NUL',
+        ),
+        ('[[rail]]\naddress = "\\u0000"', 'rail[0].address: "\\u0000": expected text without NUL'),
         ('[node]\ngroup = "no such group"', 'node.group: "no such group": there is no such group'),
         ('[security]\nsecret_files = ["a", "a"]', 'security.secret_files: ["a", "a"]: expected up to 2 different'),
         ('[security]\nsecret_files = ["a", "b", "c"]', 'security.secret_files: ["a", "b", "c"]: expected up to 2'),
