@@ -141,6 +141,7 @@ def test_a_key_is_of_a_region_that_is_there(receiving: Receiving, gpu: Card) -> 
         host = gpus.make(receiver, NBYTES, "shared")
         to_host = receiving.sender.open(host.offer())
         assert receiving.moved(host, to_host) == 0
+        until(lambda: receiving.registered()[1] == 1, "a pair that was tried ahead is given back")
         before = receiving.registered()
         first = gpus.make(receiver, NBYTES, "gpu", gpu)  # there are receivers already
         assert receiving.moved(first) > 0
