@@ -17,8 +17,6 @@ from operator import index
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from railrelay.client.errors import ArgumentError, ErrorCode, RegionError, RelayError
 
 READ_ONLY: Final = "the memory is read-only; register it with receive=False"
@@ -585,6 +583,8 @@ def _checked(address: int, nbytes: int, contiguous: bool) -> tuple[int, int]:
 
 
 def _from_interface(interface: dict[str, Any], writable: bool) -> tuple[int, int]:
+    import numpy as np  # the daemon imports this module, and needs no numpy
+
     kind, shape, (address, read_only) = np.dtype(interface["typestr"]), interface["shape"], interface["data"]
     if kind.hasobject:
         raise TypeError("Python objects are no memory of a GPU")

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from railrelay.client import cuda, paths
+from railrelay.client import paths
 from railrelay.client.errors import ConnectError, RelayError
 from railrelay.shm_layout import abi, faults
 
@@ -298,6 +298,8 @@ class Config(_Section, frozen=True):
         options = self.rail[rail]
         if options.memory != "device":
             return ""
+        from railrelay.client import cuda  # only where GPUs are configured
+
         try:
             return cuda.uuid_of(cuda.ordinal_of(options.gpu))
         except RelayError as failure:

@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -48,6 +50,12 @@ def test_a_layer_imports_only_itself_and_the_layers_below(layer: str) -> None:
         for module in imported(path):
             if module.startswith(PREFIX):
                 assert module.split(".")[1] in allowed, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_the_daemon_loads_nothing_of_numpy_and_cuda_before_a_gpu_is_configured() -> None:
+    code = "import sys, railrelay.daemon.main as _; print(*{'numpy', 'cuda', 'railrelay.client.cuda'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
 
 
 @pytest.mark.parametrize("layer", LAYERS)
