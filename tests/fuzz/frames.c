@@ -117,7 +117,7 @@ static void end_connection(struct world *w, struct hostile_peer *peer, struct in
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    struct world *w = world_open("tcp", 0);
+    struct world *w = world_open(0, 0);
     struct input in = {data, data + size};
     struct hostile_peer peer = {0};
     while (in.at < in.end) {

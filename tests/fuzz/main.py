@@ -1,6 +1,7 @@
 """Coverage-guided fuzzing of what clients and peers can say to a daemon: `tests/fuzz/run --seconds 60`.
 
-    words     what a client writes into its shared memory, cuts off, and asks for      libFuzzer, ASan, UBSan
+    words     what a client writes into its shared memory, cuts off, and asks for, on
+              TCP and RDMA rails                                                       libFuzzer, ASan, UBSan
     frames    what a peer sends on a TCP rail connection, and answers                  libFuzzer, ASan, UBSan
     messages  the same of an RDMA connection: immediates, messages, bounce memory      libFuzzer, ASan, UBSan
     control   messages and descriptors on the control socket                           atheris

@@ -171,7 +171,7 @@ static void stall(const struct world *w, struct input *in)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     struct input in = {data, data + size};
-    struct world *w = world_open("verbs", byte(&in) & 1);
+    struct world *w = world_open(1, byte(&in) & 1);
     struct hostile_peer peer = {0};
     while (in.at < in.end) {
         switch (byte(&in) % 16) {

@@ -1,5 +1,5 @@
 /* A client that writes whatever it likes into everything that it can map, cuts it off, and uses the daemon as it likes,
- * while two others transfer. */
+ * while two others transfer; on TCP or RDMA rails. */
 #define _GNU_SOURCE
 #include "world.h"
 
@@ -105,7 +105,7 @@ static void publish(struct fuzz_client *client, struct input *in, int through_la
 /* The main thread closes remote 1 and opens another there, while the rail takes slices that name it: of this plane what
  * was lent, and of peer 1 a region whose number here means the target of somebody else. */
 struct reopening {
-    struct rr_plane *plane;
+    struct world *world;
     uint32_t stop;
 };
 
@@ -113,8 +113,8 @@ static void *reopen(void *argument)
 {
     struct reopening *reopening = argument;
     for (uint32_t away = 0; !rr_load_relaxed_u32(&reopening->stop); away = !away) {
-        rr_plane_remove_remote(reopening->plane, HOSTILE, 1);
-        rr_plane_add_remote(reopening->plane, HOSTILE, 1, away, away ? TO_TARGET : TO_LENT, REGION_BYTES, 1, GOOD_RECEIVER, 0, ENTRIES, 0, NULL, 0);
+        rr_plane_remove_remote(reopening->world->plane, HOSTILE, 1);
+        world_add_remote(reopening->world, HOSTILE, 1, away, away ? TO_TARGET : TO_LENT, GOOD_RECEIVER, away ? REGIONS : LENT, 0);
     }
     return NULL;
 }
@@ -122,7 +122,7 @@ static void *reopen(void *argument)
 static void reopen_under_slices(struct world *w)
 {
     struct fuzz_client *client = &w->clients[HOSTILE];
-    struct reopening reopening = {w->plane, 0};
+    struct reopening reopening = {w, 0};
     pthread_t thread;
     if (pthread_create(&thread, NULL, reopen, &reopening)) say_and_abort("no thread");
     for (uint32_t i = 0; i < 50 && client->attached; i++) { /* it is released in a later step than it is detached */
@@ -169,9 +169,10 @@ static void ask(struct world *w, struct input *in)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    struct world *w = world_open("tcp", 0);
-    struct fuzz_client *client = &w->clients[HOSTILE];
     struct input in = {data, data + size};
+    uint8_t rails = byte(&in);
+    struct world *w = world_open(rails & 1, rails & 2);
+    struct fuzz_client *client = &w->clients[HOSTILE];
     while (in.at < in.end) {
         uint8_t kind = byte(&in) % 16;
         switch (kind) {

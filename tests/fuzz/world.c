@@ -8,7 +8,14 @@
 
 #include "../../daemon/rail.c" /* its steps, without its thread */
 #include "device.h"
+#include "verbs_api.h"
 #include "verbs_nic.h"
+
+#ifdef RR_HAVE_VERBS
+#define HAS_VERBS 1
+#else
+#define HAS_VERBS 0
+#endif
 
 #define ARRIVES_WITHIN 3000u /* steps */
 
@@ -214,8 +221,7 @@ static void make_keys(struct world *w, uint32_t number)
     }
 }
 
-/* region: of the owner, where its bytes go straight; REGIONS: elsewhere. */
-static void add_remote(struct world *w, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint32_t owner, uint32_t region, int windowed)
+void world_add_remote(struct world *w, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint32_t owner, uint32_t region, int windowed)
 {
     static const uint32_t made_up[RAILS] = {0x50000, 0x50001};
     const uint32_t *rkeys = region < REGIONS ? w->clients[owner].rkeys[region] : made_up;
@@ -225,9 +231,9 @@ static void add_remote(struct world *w, uint32_t client, uint32_t remote, uint32
            "remote");
 }
 
-void world_add_away(struct world *w, int windowed) { add_remote(w, GOOD_SENDER, REMOTE_AWAY, 1, windowed ? 78 : 77, 5, REGIONS, windowed); }
+void world_add_away(struct world *w, int windowed) { world_add_remote(w, GOOD_SENDER, REMOTE_AWAY, 1, windowed ? 78 : 77, 5, REGIONS, windowed); }
 
-struct world *world_open(const char *nic, int flushes)
+struct world *world_open(int verbs, int flushes)
 {
     struct world *w = calloc(1, sizeof *w);
     demand(w, "no memory");
@@ -239,11 +245,11 @@ struct world *world_open(const char *nic, int flushes)
     PLANNED(node_plan, w->node, NULL);
     w->plane = rr_plane_create(w->node, 1, 2, 2, EXPORTS, 8, 8, SLOT_BYTES, 0);
     demand(w->plane, "no plane");
-    w->verbs = strcmp(nic, "verbs") == 0;
+    w->verbs = verbs && HAS_VERBS;
     for (int i = 0; i < RAILS; i++) {
         struct rr_verbs_options options = {.port = 1, .send_depth = 128, .signal_every = 16, .flush = flushes ? RR_FLUSH_ALWAYS : RR_FLUSH_NEVER};
         snprintf(options.device, sizeof options.device, "fuzz%d", i);
-        demand(rr_plane_add_rail(w->plane, nic, -1, 0, &options) == i, "no rail: %s", w->plane->error);
+        demand(rr_plane_add_rail(w->plane, w->verbs ? "verbs" : "tcp", -1, 0, &options) == i, "no rail: %s", w->plane->error);
     }
     for (uint32_t i = 0; i < CLIENTS; i++) add_client(w, i);
     add_lane(w, HOSTILE);
@@ -271,16 +277,18 @@ struct world *world_open(const char *nic, int flushes)
     rr_plane_remove_export(w->plane, KEPT_BY_1, 0); /* gone before anybody wrote */
     world_step(w, 2);
     for (uint32_t i = 0; i < CLIENTS && w->verbs; i++) make_keys(w, i);
-    add_remote(w, HOSTILE, 0, 0, TO_LENT, GOOD_RECEIVER, LENT, 0);
-    add_remote(w, GOOD_SENDER, REMOTE_TARGET, 0, TO_TARGET, GOOD_RECEIVER, TARGET, 0);
-    add_remote(w, GOOD_SENDER, REMOTE_PRIVATE, 0, TO_PRIVATE, GOOD_RECEIVER, REGIONS, 1);
-    add_remote(w, GOOD_SENDER, REMOTE_HOSTILE, 0, TO_HOSTILE, HOSTILE, REGIONS, 1);
+    world_add_remote(w, HOSTILE, 0, 0, TO_LENT, GOOD_RECEIVER, LENT, 0);
+    world_add_remote(w, GOOD_SENDER, REMOTE_TARGET, 0, TO_TARGET, GOOD_RECEIVER, TARGET, 0);
+    world_add_remote(w, GOOD_SENDER, REMOTE_PRIVATE, 0, TO_PRIVATE, GOOD_RECEIVER, REGIONS, 1);
+    world_add_remote(w, GOOD_SENDER, REMOTE_HOSTILE, 0, TO_HOSTILE, HOSTILE, REGIONS, 1);
     world_add_away(w, 0);
     world_step(w, 2);
     return w;
 }
 
 /* ---- what the main thread does ---- */
+
+enum { DRAINED = 1000 }; /* cookies of withdraw(), and the client's number */
 
 static void no_connection(struct world *w, uint64_t id, uint32_t peer)
 {
@@ -347,12 +355,30 @@ static void connect_rails(struct world *w, const struct rr_event *event)
 static void release(struct world *w, uint32_t number)
 {
     struct fuzz_client *client = &w->clients[number];
-    if (--client->rails_left) return;
     for (uint32_t handle = 0; handle < EXPORTS; handle++)
         if (w->plane->exports[handle].valid && w->plane->exports[handle].client == number) rr_plane_remove_export(w->plane, handle, 0);
     for (uint32_t rail = 0; rail < RAILS; rail++) run_commands(&w->plane->rails[rail]);
     while (client->key_count) demand(rr_verbs_deregister(w->plane, client->keys[--client->key_count]) == 0, "a key is not there");
     rr_plane_release_client(w->plane, number);
+}
+
+/* Where nothing can refuse a write, the senders let go of what the client has first. */
+static void withdraw(struct world *w, uint32_t number)
+{
+    struct fuzz_client *client = &w->clients[number];
+    for (uint32_t handle = 0; handle < EXPORTS && w->verbs; handle++) {
+        const struct rr_export *export = &w->plane->exports[handle];
+        if (!export->valid || export->client != number || export->session != 0) continue;
+        for (uint32_t user = 0; user < CLIENTS; user++) {
+            struct rr_client *at = w->plane->clients[user];
+            for (uint32_t remote = 0; at && remote < w->plane->remotes_per_client; remote++)
+                if (at->remotes[remote].valid && at->remotes[remote].peer == 0 && at->remotes[remote].handle == handle)
+                    rr_plane_remove_remote(w->plane, user, remote);
+        }
+        client->drains_left += RAILS;
+        rr_plane_drain_handle(w->plane, 0, handle, DRAINED + number);
+    }
+    if (!client->drains_left) release(w, number);
 }
 
 void world_detach(struct world *w, uint32_t number)
@@ -385,7 +411,12 @@ static void handle(struct world *w, const struct rr_event *event)
                (long long)event->c, (long long)event->d, (long long)event->e);
         world_detach(w, number);
         break;
-    case RR_EVENT_CLIENT_DETACHED: release(w, number); break;
+    case RR_EVENT_CLIENT_DETACHED:
+        if (--w->clients[number].rails_left == 0) withdraw(w, number);
+        break;
+    case RR_EVENT_COMMAND_DONE:
+        if (number >= DRAINED && number < DRAINED + CLIENTS && --w->clients[number - DRAINED].drains_left == 0) release(w, number - DRAINED);
+        break;
     case RR_EVENT_NOTE_DUE:
         if (w->clients[number].attached)
             rr_transfer_finish_note(w->plane->clients[number], (uint32_t)event->b, (uint32_t)event->c, (uint32_t)(w->steps % 3));

@@ -27,7 +27,7 @@ struct fuzz_client {
     int segment_fd, lane_fd, region_fds[REGIONS], bounce_fd;
     uint8_t *segment, *lane, *regions[REGIONS], *bounce; /* as the client has them mapped */
     uint64_t segment_bytes, offsets[32];
-    uint32_t attached, rails_left, cut;
+    uint32_t attached, rails_left, drains_left, cut;
     uint32_t generations[TRANSFERS], produced, slots_announced;
     uint64_t emptied;
     uint32_t rkeys[REGIONS][RAILS]; /* by the rail whose device it is */
@@ -63,8 +63,8 @@ uint64_t number(struct input *in);
 /* A few words of it are changed. */
 void bend(struct input *in, void *structure, uint32_t bytes);
 
-/* nic: "tcp" or "verbs"; flushes: what arrives is answered after a read. */
-struct world *world_open(const char *nic, int flushes);
+/* verbs: RDMA rails, if they can be built; flushes: what arrives there is answered after a read. */
+struct world *world_open(int verbs, int flushes);
 /* One cycle of both rails, and what the main thread does about their events. */
 void world_step(struct world *w, uint32_t steps);
 /* A transfer of GOOD_SENDER, through its lane or its ring. */
@@ -73,6 +73,8 @@ void world_send(struct world *w, struct input *in, uint32_t remote);
 int world_connect_hostile(struct world *w);
 void world_close_hostile(struct world *w);
 void world_close_away(struct world *w);
+/* region: of the owner, where RDMA rails write straight; REGIONS: elsewhere. */
+void world_add_remote(struct world *w, uint32_t client, uint32_t remote, uint32_t peer, uint32_t handle, uint32_t owner, uint32_t region, int windowed);
 /* REMOTE_AWAY from now on: written straight, or by grants. */
 void world_add_away(struct world *w, int windowed);
 /* What was sent there and is not done is given up; fences: those that have it are told to end. */
