@@ -61,10 +61,13 @@ class Wire:
             name = None if accepted else "127.0.0.1"
             self._tls = tls.wrap_bio(self._incoming, self._outgoing, server_side=accepted, server_hostname=name)
 
-    def send(self, packet: bytes) -> None:
+    def send(self, packet: bytes, changes: Input | None = None) -> None:
+        """``changes``: to the packet with its seal."""
         if self.keys is not None:
             packet = authentication.seal(self.keys.sends, self._sent, packet) + packet
             self._sent += 1
+        if changes is not None:
+            packet = bent(packet, changes)
         self.send_raw(protocol.LENGTH_PREFIX.pack(len(packet)) + packet)
 
     def send_raw(self, data: bytes) -> None:
@@ -194,14 +197,15 @@ class Sender:
         else:
             said = message(source.choice(REQUESTS if kind < 7 else MESSAGES), source, self.wire.known)
             packet = protocol.encode(said)
-            self.wire.send(bent(packet, source) if kind == 4 else packet)
+            self.wire.send(bent(packet, source) if kind == 4 else packet, source if kind == 5 else None)
         self.tokens += [said for said in self.wire.hear() if isinstance(said, protocol.RailToken)]
 
     def _connect(self, source: Input) -> None:
         token = source.choice(self.tokens)
         rail = source.byte() % len(self._facts)
+        shown = authentication.shown_token(self.wire.keys, token.token, token.connection, rail)
         preamble = protocol.RAIL_PREAMBLE.pack(
-            protocol.RAIL_MAGIC, protocol.RAIL_VERSION, rail, token.connection, token.token
+            protocol.RAIL_MAGIC, protocol.RAIL_VERSION, rail, token.connection, shown
         )
         connected = socket.create_connection(("127.0.0.1", self._facts[rail].port))
         connected.setblocking(False)
