@@ -108,7 +108,7 @@ class Attachment:
 
     @property
     def has_ended(self) -> bool:
-        """end() was called."""
+        """No thread of the library touches any memory any more."""
         return self._ended
 
     def end(self, result: Result) -> None:
@@ -116,7 +116,6 @@ class Attachment:
         with self._ending:
             if self._ended:
                 return
-            self._ended = True
             self.core.fail_all(result)
             self.remotes.let_go()
             self.connection.close()
@@ -124,6 +123,7 @@ class Attachment:
             self.core.stop()
             if self._gpu is not None:
                 self._gpu.close()  # the driver lets go of mappings while they are there
+            self._ended = True
             self.core.close()
             self.held_regions.clear()
             close_all(self._kicks)

@@ -398,10 +398,11 @@ class Client:
             try:
                 attachment = self._attach()
             except ConnectError as failure:
-                if failure.code not in _FINAL:
-                    continue
                 with self._changed:
-                    self._given_up, self._thread = failure, None
+                    self._given_up = failure
+                    if failure.code not in _FINAL:
+                        continue
+                    self._thread = None
                     self._changed.notify_all()
                 return
             faults.point("client.reattach.connected")

@@ -7,6 +7,7 @@ what it calls must not ask.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -61,17 +62,16 @@ class Connection:
         self.daemon_pid: int = _UCRED.unpack(
             self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         )[0]
-        try:
-            # 0: a daemon of another pid namespace; the hang-up has to do
-            self._pidfd = os.pidfd_open(self.daemon_pid) if self.daemon_pid else -1
-        except OSError as failure:
-            self._socket.close()
-            raise ConnectError(
-                ErrorCode.NO_DAEMON, f"{path}: pidfd of daemon pid {self.daemon_pid}: {failure.strerror}"
-            ) from None
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pidfd = self._stop = -1
         self._thread = threading.Thread(target=self._receive_loop, name="railrelay-control", daemon=True)
-        self._thread.start()
+        try:
+            if self.daemon_pid:  # else it is of another pid namespace; the hang-up has to do
+                self._pidfd = os.pidfd_open(self.daemon_pid)
+            self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._thread.start()
+        except (OSError, RuntimeError) as failure:  # the daemon has exited, or no descriptors or threads are left
+            self._close_descriptors()
+            raise _connect_error(path, timeout, failure) from None
 
     @property
     def fd(self) -> int:
@@ -95,7 +95,7 @@ class Connection:
         with self._lock:
             if self._closed or self._refused:
                 return self._refused
-            return self._pidfd >= 0 and bool(select.select([self._pidfd], [], [], 0)[0])
+            return self._pidfd >= 0 and _exits(self._pidfd, 0)
 
     def was_ended(self) -> bool:
         """Whether the daemon said why, or a CUDA call of this process failed: not merely the daemon's exit."""
@@ -169,6 +169,9 @@ class Connection:
         elif self._closed:
             return
         self._closed = True
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
         self._socket.close()
         close_all([fd for fd in (self._stop, self._pidfd) if fd >= 0])
 
@@ -254,7 +257,7 @@ class Connection:
 
     def _end(self) -> None:
         # A hang-up is only a hint: whether the process is gone, its pidfd knows.
-        exited = self._pidfd < 0 or bool(select.select([self._pidfd], [], [], _EXIT_S)[0])
+        exited = self._pidfd < 0 or _exits(self._pidfd, _EXIT_S)
         text = f"daemon pid {self.daemon_pid} {'exited' if exited else 'closed this session'}"
         if self._last_words:
             text += f": {self._last_words}"
@@ -289,18 +292,28 @@ def _again(failure: RelayError) -> RelayError:
 
 
 def _connected(path: Path, timeout: float) -> socket.socket:
-    unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    unix.settimeout(timeout)
-    try:
-        unix.connect(str(path))
-    except OSError as failure:
-        unix.close()
-        raise _connect_error(path, timeout, failure) from None
-    unix.settimeout(LOCAL_TIMEOUT_S)
+    with contextlib.ExitStack() as undo:
+        try:
+            unix = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC))
+            unix.settimeout(timeout)
+            unix.connect(str(path))
+            unix.settimeout(LOCAL_TIMEOUT_S)
+        except OSError as failure:
+            raise _connect_error(path, timeout, failure) from None
+        undo.pop_all()
     return unix
 
 
-def _connect_error(path: Path, timeout: float, failure: OSError) -> ConnectError:
+def _exits(pidfd: int, timeout_s: float) -> bool:
+    """Not by select.select(), which takes no descriptor above 1023."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(round(timeout_s * 1000)))
+
+
+def _connect_error(path: Path, timeout: float, failure: Exception) -> ConnectError:
+    if isinstance(failure, OSError) and failure.errno in (errno.EMFILE, errno.ENFILE):
+        return ConnectError(ErrorCode.LIMIT, f"no descriptor is left to connect to {path}; raise `ulimit -n`")
     if isinstance(failure, (FileNotFoundError, ConnectionRefusedError)):
         return ConnectError(ErrorCode.NO_DAEMON, f"no daemon listens at {path}")
     if isinstance(failure, PermissionError):
@@ -308,4 +321,4 @@ def _connect_error(path: Path, timeout: float, failure: OSError) -> ConnectError
         return ConnectError(ErrorCode.DENIED, text)
     if isinstance(failure, TimeoutError):
         return ConnectError(ErrorCode.NO_DAEMON, f"the daemon at {path} accepts no client within {timeout:g} s")
-    return ConnectError(ErrorCode.NO_DAEMON, f"{path}: {failure.strerror or failure}")
+    return ConnectError(ErrorCode.NO_DAEMON, f"{path}: {getattr(failure, 'strerror', None) or failure}")

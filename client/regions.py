@@ -137,16 +137,21 @@ class Region:
         connection.check_process()
         if self._in_core and not attachment.has_ended:
             # First, so that no transfer begins that reads it while the daemon lets go of it.
-            with contextlib.suppress(DaemonGone), core_errors():
-                attachment.core.remove_region(self.index)
+            try:
+                with core_errors():
+                    attachment.core.remove_region(self.index)
+            except RelayError as failure:
+                if not _is_over(failure):
+                    raise
+                if not attachment.has_ended:
+                    text = f"{self}: the threads that may be reading or writing it are being stopped"
+                    raise Busy(ErrorCode.BUSY, text) from None
         self._in_core = False
         faults.point("client.region.removed")
         try:
             connection.ask(protocol.Unregister(connection.new_id(), self.index), protocol.Done)
         except RelayError as failure:
-            if (
-                not isinstance(failure, DaemonGone) and failure.code != ErrorCode.CLOSED
-            ):  # else nobody is left who could use it
+            if not _is_over(failure):  # else nobody is left who could use it
                 raise
         self._registered = False
         attachment.held_regions.pop(self.index, None)
@@ -263,6 +268,11 @@ class RemoteRegion:
 
     def __repr__(self) -> str:
         return f"RemoteRegion({self.address:#x} +{self.nbytes}, rail {self.rail}, {self.peer.session})"
+
+
+def _is_over(failure: RelayError) -> bool:
+    """The daemon is gone, or the client closed."""
+    return isinstance(failure, DaemonGone) or failure.code == ErrorCode.CLOSED
 
 
 def _check_mapped(address: int, nbytes: int, *, writable: bool) -> None:

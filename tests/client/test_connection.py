@@ -1,6 +1,7 @@
 """The control socket against a daemon of a few lines: replies, descriptors, events, and the ways in which it ends."""
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from helpers import processes
+from helpers.waiting import until
 
 from railrelay.client import protocol
-from railrelay.client.connection import Connection
+from railrelay.client.connection import Connection, close_all
 from railrelay.client.errors import ConnectError, DaemonGone, ErrorCode, RelayError, WaitTimeout
 
 CHILD_SECONDS = 20
@@ -257,3 +259,21 @@ def test_what_a_dying_daemon_sent_is_heard_also_if_it_left_requests_unread(
     daemon.socket.close()
     assert gone.wait(5)
     assert heard == [note, note]
+
+
+def test_descriptors_above_a_thousand(daemon: Daemon, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    taken = [os.dup(0) for _ in range(1024)]
+    try:
+        connection = Connection(tmp_path / "control.sock", 5)
+        daemon.accept()
+        assert not connection.is_over()
+        daemon.socket.close()
+        until(lambda: connection.failure is not None, "the hang-up is seen")
+        with pytest.raises(DaemonGone, match="closed this session"):
+            connection.check()
+        connection.close()
+    finally:
+        close_all(taken)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

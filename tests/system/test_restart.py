@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -13,14 +15,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from helpers import memory, patterns, rail_devices
+from helpers import memory, patterns, rail_devices, slow_memory
 from helpers.memory import Kind, Link, Memory
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
 
 from railrelay.client import (
     ArgumentError,
+    Busy,
     Client,
+    ConnectError,
     DaemonGone,
     ErrorCode,
     PeerError,
@@ -292,3 +296,38 @@ def test_a_client_whose_session_the_daemon_ended_does_not_come_back_by_itself(no
             client.wait_attached(30)
         until(lambda: node.cli("clients")["clients"] == [], "the daemon has let go of it")
         assert client.attachments == 1
+
+
+# ---- memory and descriptors of the engine while there is no daemon ----
+
+
+def test_a_region_is_busy_while_a_thread_of_the_library_reads_it(pair: Pair) -> None:
+    target = memory.make(pair.receiver, NBYTES)
+    remote = pair.sender.open(target.offer())
+    with slow_memory.slow(1 << 20) as source:
+        region = pair.sender.register((source.address, source.nbytes), receive=False)
+        pair.sender.write(remote, [source.address], [remote.address], source.nbytes, timeout=30)
+        until(source.is_waited_for, "the library reads the source")
+        pair.prefill.kill()
+        until(lambda: pair.sender.attachment.gone, "the daemon's death is noticed")
+        with pytest.raises(Busy):
+            region.unregister(1.0)
+        source.release()
+        region.unregister(10.0)
+
+
+def test_a_client_that_lacks_descriptors_attaches_once_it_has_some(pair: Pair) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    pair.prefill.kill()
+    until(lambda: pair.sender.attachment.connection.failure is not None, "the daemon's death is noticed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(WaitTimeout, match="ulimit -n"):
+            pair.sender.wait_attached(3.0)
+        with pytest.raises(ConnectError) as refused:
+            pair.prefill.connect()
+        assert refused.value.code == ErrorCode.LIMIT
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(os.listdir("/proc/self/fd")) <= before
