@@ -176,8 +176,10 @@ class Conductor:
                 self.ctx.commands.answered(a, b)
             case plane.CONNECT_WANTED:
                 self._peers.connect_wanted(rail, a, b, bool(c), d)
+            case plane.SENDER_ENDING:
+                self._peers.sender_ending(a, b, e)
             case plane.SENDER_LOST:
-                self._peers.sender_lost(a, b, e)
+                self._peers.sender_lost(a, b)
             case plane.RECEIVER_LOST:
                 self._sessions.receiver_lost(a)
             case plane.RECEIVER_FENCED:

@@ -3,6 +3,9 @@ happens when one of these is lost. Main thread only.
 
 A lost rail connection is settled by the receiver's word alone (FenceRail). While a peer is silent its slices stay as
 they are; only its return, as the same instance or as another, decides about them.
+
+On verbs rails three things go on at once when a connection is lost: the drain here, the fence there, and the making of
+the next queue pair. Nothing is sent again before the first two are done.
 """
 
 from __future__ import annotations
@@ -112,9 +115,26 @@ class Sender:
     remote_rail: int
     connection: int | None  # as the receiver numbers it; None: the emulated NIC has no receiver
     pair: Pair | None = None  # of the queue pair
+    epoch: int = 0
     seen_at: float | None = None  # when it was known that it cannot go on
+    asking: asyncio.Task[None] | None = None  # the receiver, what was placed: while the sender is drained
+    answer: protocol.RailFenced | None = None
     lost: bool = False  # the data plane uses it no more
     given_back: bool = False  # closed because the rail's own devices carry again
+
+
+@dataclass(eq=False)
+class Successor:
+    """Of a lost connection: a queue pair that is made while the fence is under way. Slices that are sent again wait for
+    both."""
+
+    peer: Peer
+    rail: int
+    opens: contextlib.ExitStack  # Peer.opens() until it is used or dropped
+    link: Link | None
+    making: asyncio.Task[None] | None = None
+    made: tuple[Pair, int, int] | None = None  # pair, connection, endpoint; both ends ready
+    wanted: bool = False  # _connect_rail() will take it
 
 
 class Peers:
@@ -127,6 +147,7 @@ class Peers:
         self._by_row: dict[int, Peer] = {}
         self._by_session: dict[str, Peer] = {}
         self._senders: dict[int, Sender] = {}
+        self._successors: dict[tuple[int, int, int], Successor] = {}  # by peer row, rail and remote rail
         self._sender_ids = itertools.count(2, 2)  # even; see rails.Rails
         self._takeover = Takeover(ctx, self.probe)
 
@@ -230,6 +251,8 @@ class Peers:
             await self._ctx.commands.to_all(lambda cookie: plane.drop_peer(peer.row, Result.PEER_LOST, cookie))
             plane.forget_peer(peer.row)
         self._senders = {number: sender for number, sender in self._senders.items() if sender.peer is not peer}
+        for key in [key for key in self._successors if key[0] == peer.row]:
+            self._drop_successor(self._successors.pop(key))
         self._takeover.forget(peer)
         for rail in self._ctx.verbs.ports:
             self._show_rail(rail)
@@ -396,6 +419,8 @@ class Peers:
         if peer is not None and not peer.gone:
             if rail in self._ctx.verbs.ports:
                 self._takeover.wanted(peer, rail, remote_rail)
+                if successor := self._successors.get((row, rail, remote_rail)):
+                    successor.wanted = True
             self._ctx.spawn(
                 self._connect_rail(peer, rail, remote_rail, express, epoch),
                 f"rail {rail} to rail {remote_rail} of {peer.session}",
@@ -459,17 +484,84 @@ class Peers:
         self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int, deadline: float
     ) -> tuple[Sender, int]:
         """The sender, and its endpoint for the data plane. RelayError."""
+        made = await self._take_successor(peer, rail, remote_rail)
+        if made is None:
+            with peer.opens():
+                made = await self._connected_pair(peer, rail, remote_rail, express, epoch, _left(deadline))
+        pair, connection, endpoint = made
+        if peer.gone:
+            self._ctx.verbs.drop(endpoint)
+            raise RelayError(ErrorCode.PEER_LOST, f"peer {peer.session} was dropped")
+        return Sender(peer, rail, remote_rail, connection, pair, epoch), endpoint
+
+    async def _connected_pair(
+        self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int, timeout_s: float
+    ) -> tuple[Pair, int, int]:
+        """Of the devices that are to carry. Inside peer.opens(). RelayError."""
         pair = self._takeover.choose(peer, rail, remote_rail)
 
         def request(number: int, endpoint: protocol.Endpoint) -> protocol.RailConnect:
             return protocol.RailConnect(number, rail, remote_rail, express, epoch, endpoint, pair.there)
 
-        with peer.opens():
-            connection, endpoint = await self._queue_pair(peer, rail, pair, request, _left(deadline))
-        if peer.gone:
-            self._ctx.verbs.drop(endpoint)
-            raise RelayError(ErrorCode.PEER_LOST, f"peer {peer.session} was dropped")
-        return Sender(peer, rail, remote_rail, connection, pair), endpoint
+        return pair, *await self._queue_pair(peer, rail, pair, request, timeout_s)
+
+    # ---- the successor of a lost queue pair ----
+
+    def _prepare(self, sender: Sender) -> None:
+        peer, key = sender.peer, (sender.peer.row, sender.rail, sender.remote_rail)
+        if key in self._successors or not peer.connected:
+            return
+        opens = contextlib.ExitStack()
+        opens.enter_context(peer.opens())
+        successor = self._successors[key] = Successor(peer, sender.rail, opens, peer.link)
+        successor.making = self._ctx.spawn(
+            self._make(successor, sender), f"next queue pair of rail {sender.rail} to {peer.session}"
+        )
+
+    async def _make(self, successor: Successor, sender: Sender) -> None:
+        peer, timeout_s = sender.peer, self._ctx.config.timeouts.connect_s
+        try:
+            successor.made = await self._connected_pair(
+                peer, sender.rail, sender.remote_rail, False, sender.epoch + 1, timeout_s
+            )
+        except RelayError as failure:  # it is tried again if it is wanted
+            log.info("rail %s to %s: %s", self._ctx.rails[sender.rail].identity, peer.session, failure.text)
+
+    async def _take_successor(self, peer: Peer, rail: int, remote_rail: int) -> tuple[Pair, int, int] | None:
+        """None: there is none, or it cannot be used any more."""
+        successor = self._successors.pop((peer.row, rail, remote_rail), None)
+        if successor is None or successor.making is None:
+            return None
+        try:
+            await asyncio.wait([successor.making])
+            made, best = successor.made, self._takeover.choose(peer, rail, remote_rail)
+            if made is None or made[0] != best or not self._stands(successor, made):
+                return None
+            successor.made = None
+            return made
+        finally:
+            self._drop_successor(successor)
+
+    def _stands(self, successor: Successor, made: tuple[Pair, int, int]) -> bool:
+        """What ends a sender that is in use has not come."""
+        peer, (pair, connection, _) = successor.peer, made
+        same = peer.connected and peer.link is successor.link
+        return same and connection not in peer.lost_early and self._takeover.usable(peer, pair)
+
+    def _drop_successor(self, successor: Successor) -> None:
+        """Once it is made, if it was not taken."""
+
+        def drop(_: asyncio.Future[None]) -> None:
+            successor.opens.close()
+            made, successor.made = successor.made, None
+            if made is not None:
+                self._ctx.verbs.drop(made[2])
+                self._forsake(successor.peer, made[1])
+
+        if successor.making is not None and not successor.making.done():
+            successor.making.add_done_callback(drop)
+        elif successor.making is not None:
+            drop(successor.making)
 
     async def _queue_pair(
         self,
@@ -482,7 +574,7 @@ class Peers:
         """(connection as the receiver numbers it, endpoint here), both ends ready. Inside peer.opens(). RelayError."""
         nics, usable = self._ctx.verbs, self._takeover.usable(peer, pair)
         try:
-            endpoint, own = await nics.open(rail, pair.here, sending=True)
+            endpoint, own = await nics.open(rail, pair.here)
         except RelayError:
             self._takeover.suspect(peer, pair)
             raise
@@ -503,7 +595,7 @@ class Peers:
                 self.violated(peer, failure)
             raise
         try:
-            await nics.connect(rail, endpoint, pair.here, remote)
+            await nics.connect(rail, endpoint, own, remote)
         except BaseException as failure:
             if isinstance(failure, RelayError):
                 self._takeover.suspect(peer, pair)
@@ -576,16 +668,33 @@ class Peers:
             lambda cookie: plane.fail_path(rail, peer.row, remote_rail, express, Result.RAIL_DOWN, cookie)
         )
 
-    def sender_lost(self, number: int, error: int, in_flight: int) -> None:
+    def sender_ending(self, number: int, error: int, in_flight: int) -> None:
+        """A queue pair that posts nothing more is drained; the receiver is fenced and a successor made meanwhile."""
+        sender = self._senders.get(number)
+        if sender is None or sender.peer.gone or sender.pair is None:
+            return
+        peer = sender.peer
+        if error == errno.ETIMEDOUT:  # the other end was not reached
+            self._takeover.suspect(peer, sender.pair)
+        if in_flight:
+            self._takeover.lost(peer, sender.rail, sender.remote_rail, sender.seen_at or time.monotonic())
+            self._prepare(sender)  # first: it takes longer
+        sender.asking = self._ctx.spawn(self._ask_early(sender), f"fence of rail {sender.rail} at {peer.session}")
+
+    async def _ask_early(self, sender: Sender) -> None:
+        with contextlib.suppress(RelayError):  # it is asked again
+            sender.answer = await self._ask_fence(sender, 0.0)
+
+    async def _ask_fence(self, sender: Sender, wait_s: float) -> protocol.RailFenced:
+        assert sender.connection is not None
+        request = partial(protocol.FenceRail, connection=sender.connection, wait_s=wait_s)
+        return await self.ask(sender.peer, request, protocol.RailFenced, self._ctx.config.timeouts.peer_s)
+
+    def sender_lost(self, number: int, error: int) -> None:
         sender = self._senders.get(number)
         if sender is None or sender.peer.gone:
             return
         peer, sender.lost = sender.peer, True
-        if sender.pair is not None:
-            if in_flight:
-                self._takeover.lost(peer, sender.rail, sender.remote_rail, sender.seen_at or time.monotonic())
-            if error == errno.ETIMEDOUT:  # the other end was not reached
-                self._takeover.suspect(peer, sender.pair)
         peer.fences += 1
         self._show_counts(peer)
         where = f"peer {peer.session}: connection of rail {sender.rail} to rail {sender.remote_rail}"
@@ -602,13 +711,14 @@ class Peers:
             await self._ctx.commands.send(partial(plane.settle_sender, sender.rail, number, 0, b""))
             self._senders.pop(number, None)
             return
-        peer_s, wait_s = self._ctx.config.timeouts.peer_s, 0.0
+        wait_s = 0.0
         faults.point("daemon.fence.asked")
+        if sender.asking is not None:
+            await asyncio.wait([sender.asking])
         while not peer.gone:
             try:
-                fenced = await self.ask(
-                    peer, partial(protocol.FenceRail, connection=connection, wait_s=wait_s), protocol.RailFenced, peer_s
-                )
+                answer, sender.answer = sender.answer, None
+                fenced = answer or await self._ask_fence(sender, wait_s)
             except PeerRefused as refusal:
                 self.drop(peer, f"cannot tell what was placed: {refusal.text}")
             except RelayError as failure:
@@ -626,12 +736,20 @@ class Peers:
                 await self._ctx.commands.send(settle)
                 self._senders.pop(number, None)
                 if sender.pair is not None:
+                    self._end_unwanted(sender)
                     self._takeover.settled(peer, sender.rail, sender.remote_rail)
                     self._show_rail(sender.rail)
                 if all(result != Result.UNSETTLED for _, result in protocol.ACK.iter_unpack(fenced.acks)):
                     return
-                wait_s = peer_s / 2
+                wait_s = self._ctx.config.timeouts.peer_s / 2
                 await asyncio.sleep(FIRST_PAUSE_S)
+
+    def _end_unwanted(self, sender: Sender) -> None:
+        """Its settlement is in force: slices that are sent again have asked for a connection before."""
+        key = (sender.peer.row, sender.rail, sender.remote_rail)
+        successor = self._successors.get(key)
+        if successor is not None and not successor.wanted:
+            self._drop_successor(self._successors.pop(key))
 
     # ---- ports of verbs rails ----
 

@@ -30,6 +30,7 @@
 enum rr_event_kind {
     RR_EVENT_COMMAND_DONE = 1,
     RR_EVENT_CONNECT_WANTED,
+    RR_EVENT_SENDER_ENDING, /* one-sided NICs: nothing more is posted; LOST follows once it is drained */
     RR_EVENT_SENDER_LOST,
     RR_EVENT_RECEIVER_LOST,
     RR_EVENT_RECEIVER_FENCED,

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 COMMAND_DONE: Final[int]  # (kind, rail, cookie, value, 0, 0, 0)
 CONNECT_WANTED: Final[int]  # (kind, rail, peer, remote_rail, express, epoch, 0): slices wait for a sender connection
+SENDER_ENDING: Final[int]  # the same as SENDER_LOST, of verbs rails, before the drain
 SENDER_LOST: Final[int]  # (kind, rail, connection, errno, peer, remote_rail, slices in flight)
 RECEIVER_LOST: Final[int]  # (kind, rail, connection, errno, session, 0, 0); 0 = clean end of stream
 RECEIVER_FENCED: Final[

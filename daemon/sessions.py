@@ -501,8 +501,7 @@ class Sessions:
         try:
             if not message.probe:
                 await self._flush.prepare(rail, through)
-            number, endpoint = await ctx.verbs.open(rail, through, sending=False)
-            await ctx.verbs.connect(rail, number, through, remote)
+            number, endpoint = await ctx.verbs.open(rail, through, answers=remote)
         finally:
             session.opening -= 1
         if session.ended or session.link is not link:

@@ -221,13 +221,21 @@ class Verbs:
 
     # ---- queue pairs ----
 
-    async def open(self, rail: int, through: int, *, sending: bool) -> tuple[int, Endpoint]:
+    async def open(self, rail: int, through: int, *, answers: Endpoint | None = None) -> tuple[int, Endpoint]:
         """(number of the endpoint, what the other end is told of it): a queue pair of ``rail`` on the device of
-        ``through``. RelayError RAIL_DOWN."""
+        ``through``. It sends, and is to be connected; or it ``answers`` the one of a sender, who may send from here on.
+        RelayError RAIL_DOWN."""
 
         def work() -> tuple[int, int, int, Facts]:
             facts = self.facts(through)
-            return *self._plane.new_endpoint(rail, through, sending=sending), facts
+            number, qpn, psn = self._plane.new_endpoint(rail, through, sending=answers is None)
+            if answers is not None:
+                try:
+                    self._connect(number, facts.mtu, answers)
+                except OSError:
+                    self.drop(number)
+                    raise
+            return number, qpn, psn, facts
 
         def undo(made: list[tuple[int, int, int, Facts]]) -> None:
             for number, *_ in made:
@@ -236,32 +244,34 @@ class Verbs:
         number, qpn, psn, facts = await self._call(rail, through, work, undo)
         return number, Endpoint(through, facts.gid, facts.lid, qpn, psn, facts.mtu)
 
-    async def connect(self, rail: int, number: int, through: int, remote: Endpoint) -> None:
-        """From here on the other end may send, or be sent to. RelayError RAIL_DOWN; the endpoint is dropped then."""
-        verbs = self._config.verbs
-
-        def work() -> None:
-            self._plane.connect_endpoint(
-                number,
-                gid=remote.gid,
-                qpn=remote.qpn,
-                psn=remote.psn,
-                lid=remote.lid,
-                mtu=min(self.facts(through).mtu, remote.mtu),
-                remote_through=remote.through,
-                timeout=verbs.timeout,
-                retry_count=verbs.retry_count,
-                rnr_retry=verbs.rnr_retry,
-                min_rnr_timer=verbs.min_rnr_timer,
-                traffic_class=verbs.traffic_class,
-                service_level=verbs.service_level,
-            )
-
+    async def connect(self, rail: int, number: int, own: Endpoint, remote: Endpoint) -> None:
+        """From here on the other end may be sent to. RelayError RAIL_DOWN; the endpoint is dropped then."""
         try:
-            await self._call(rail, through, work, lambda _: self.drop(number))
+            await self._call(
+                rail, own.through, lambda: self._connect(number, own.mtu, remote), lambda _: self.drop(number)
+            )
         except RelayError:
             self.drop(number)
             raise
+
+    def _connect(self, number: int, mtu: int, remote: Endpoint) -> None:
+        """On a worker. OSError."""
+        verbs = self._config.verbs
+        self._plane.connect_endpoint(
+            number,
+            gid=remote.gid,
+            qpn=remote.qpn,
+            psn=remote.psn,
+            lid=remote.lid,
+            mtu=min(mtu, remote.mtu),
+            remote_through=remote.through,
+            timeout=verbs.timeout,
+            retry_count=verbs.retry_count,
+            rnr_retry=verbs.rnr_retry,
+            min_rnr_timer=verbs.min_rnr_timer,
+            traffic_class=verbs.traffic_class,
+            service_level=verbs.service_level,
+        )
 
     async def probe(self, rail: int, number: int, timeout_s: float) -> None:
         """Writes nothing to the other end of a connected endpoint. RelayError RAIL_DOWN."""

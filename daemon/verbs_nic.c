@@ -200,6 +200,8 @@ void verbs_lose(struct rr_nic *base, struct rr_connection *c, int error)
             c->paths[i]->connection = NULL;
             c->paths[i]->broken = 1;
         }
+        rr_event_push(rail->plane, RR_EVENT_SENDER_ENDING, rail->number, (int64_t)c->id, error, c->paths[0]->peer, c->paths[0]->remote_rail,
+                      rr_window_count(&c->window));
     } else if (c->role == RECEIVER) {
         rr_event_push(rail->plane, RR_EVENT_RECEIVER_LOST, rail->number, (int64_t)c->id, error, c->session, 0, 0);
     }

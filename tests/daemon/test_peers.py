@@ -68,8 +68,7 @@ class Plane:
             "max_mr_size": 1 << 40,
         }
 
-    def new_endpoint(self, _rail: int, _through: int, *, sending: bool) -> tuple[int, int, int]:
-        assert sending
+    def new_endpoint(self, _rail: int, _through: int, **_sending: bool) -> tuple[int, int, int]:
         number = len(self.calls) + 1
         self.made.add(number)
         self.calls.append(("new_endpoint", (number,)))
@@ -158,7 +157,8 @@ class User:
 
 class Receiver:
     """Writes ``behind`` in one packet with Welcome. Its devices are all there but those of the rails ``broken``; its
-    ends of the first ``fragile`` queue pairs are lost at once, which it says in one packet with their token."""
+    ends of the first ``fragile`` queue pairs are lost at once, which it says in one packet with their token. It answers
+    no fence."""
 
     def __init__(self, behind: protocol.PeerMessage | None = None, broken: int = -1, fragile: int = 0) -> None:
         self.behind, self.broken, self.fragile = behind, broken, fragile
@@ -195,6 +195,10 @@ class Receiver:
     def asked(self) -> list[int | None]:
         """By which of its rails the queue pairs were to go that are no probes."""
         return [one.through for one in self.told if isinstance(one, protocol.RailConnect) and not one.probe]
+
+    def fenced(self) -> list[int]:
+        """Connections whose fence was asked for."""
+        return [one.connection for one in self.told if isinstance(one, protocol.FenceRail)]
 
 
 @contextlib.asynccontextmanager
@@ -328,11 +332,66 @@ def test_connection_that_is_lost_already_is_not_given_back() -> None:
             peers.connect_wanted(0, peer.row, 0, False, 1)
             await until(lambda: bool(added(node)))
             [(number, sender)] = peers._senders.items()
-            peers.sender_lost(number, errno.ECONNRESET, 0)
+            peers.sender_lost(number, errno.ECONNRESET)
             peers._end_takeover(number)
             assert sender.lost
             assert not sender.given_back
             assert "close_sender" not in [name for name, _ in node.plane.calls]
+
+    on_node(scenario)
+
+
+# ---- the successor of a lost queue pair ----
+
+
+@pytest.mark.parametrize("meanwhile", ["nothing", "its port goes down", "its other end is lost", "a better one works"])
+def test_successor_is_used_if_nothing_has_ended_it_before_it_is_wanted(meanwhile: str) -> None:
+    async def scenario(node: Node) -> None:
+        receiver = Receiver()
+        async with connected(node, receiver) as (peers, peer):
+            peers.connect_wanted(0, peer.row, 0, False, 1)
+            await until(lambda: bool(added(node)))
+            [number] = peers._senders
+            if meanwhile == "a better one works":
+                peers._rail_state(peer, protocol.RailState(0, up=False))
+            peers.sender_ending(number, errno.ECONNRESET, 3)
+            [successor] = peers._successors.values()
+            await until(lambda: successor.made is not None)
+            assert successor.made is not None
+            pair, connection, endpoint = successor.made
+            assert 1 in receiver.fenced()
+            if meanwhile == "its port goes down":
+                peers._rail_state(peer, protocol.RailState(0, up=False))
+            if meanwhile == "its other end is lost":
+                peers._rail_lost(peer, protocol.RailLost(connection))
+            if meanwhile == "a better one works":
+                peers._rail_state(peer, protocol.RailState(0, up=True))
+            peers.connect_wanted(0, peer.row, 0, False, 2)
+            await until(lambda: len(added(node)) == 2)
+            used = added(node)[1][-1] == endpoint
+            assert used == (meanwhile == "nothing")
+            await until(lambda: used or connection in receiver.fenced())
+            await until(lambda: used or endpoint not in node.plane.made)
+            assert pair == (Pair(1, 1) if meanwhile == "a better one works" else Pair(0, 0))
+            assert not peers._successors
+
+    on_node(scenario)
+
+
+def test_successor_that_nobody_wants_is_ended_at_both_ends() -> None:
+    async def scenario(node: Node) -> None:
+        receiver = Receiver()
+        async with connected(node, receiver) as (peers, peer):
+            peers.connect_wanted(0, peer.row, 0, False, 1)
+            await until(lambda: bool(added(node)))
+            [(number, sender)] = peers._senders.items()
+            peers.sender_ending(number, errno.ECONNRESET, 3)
+            [successor] = peers._successors.values()
+            peers._end_unwanted(sender)
+            assert not peers._successors
+            await until(lambda: len(receiver.asked()) == 2)
+            await until(lambda: not node.plane.made - {added(node)[0][-1]})
+            await until(lambda: successor.made is None and 2 in receiver.fenced())
 
     on_node(scenario)
 
@@ -430,16 +489,23 @@ def test_pair_of_the_receiving_rail_may_take_over_from_another_sending_one() -> 
 # ---- verbs ----
 
 
-def test_device_that_cannot_be_asked_has_its_rail_down_and_keeps_no_endpoint() -> None:
+def test_device_that_fails_has_its_rail_down_and_keeps_no_endpoint() -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
     async def scenario(node: Node) -> None:
-        number, _ = await node.verbs.open(0, 0, sending=True)
-        node.plane.broken.add(0)
+        number, own = await node.verbs.open(0, 0)
+        node.plane.on_connect = fail
         with pytest.raises(RelayError, match="rail 0: queue pair on mlx5_0: Input/output error") as failure:
-            await node.verbs.connect(0, number, 0, REMOTE)
+            await node.verbs.connect(0, number, own, REMOTE)
+        assert failure.value.code is ErrorCode.RAIL_DOWN
+        with pytest.raises(RelayError, match="rail 0: queue pair on mlx5_0: Input/output error") as failure:
+            await node.verbs.open(0, 0, answers=REMOTE)
         assert failure.value.code is ErrorCode.RAIL_DOWN
         assert not node.plane.made
+        node.plane.broken.add(0)
         with pytest.raises(RelayError, match="rail 1: queue pair on mlx5_0, through rail 0") as failure:
-            await node.verbs.open(1, 0, sending=True)
+            await node.verbs.open(1, 0)
         assert failure.value.code is ErrorCode.RAIL_DOWN
 
     on_node(scenario)
@@ -455,8 +521,8 @@ def test_endpoint_is_dropped_when_its_connect_fails_after_the_waiter_has_gone() 
             raise OSError(errno.EIO, "Input/output error")
 
         node.plane.on_connect = fail
-        number, _ = await node.verbs.open(0, 0, sending=True)
-        connecting = asyncio.create_task(node.verbs.connect(0, number, 0, REMOTE))
+        number, own = await node.verbs.open(0, 0)
+        connecting = asyncio.create_task(node.verbs.connect(0, number, own, REMOTE))
         await until(began.is_set)
         connecting.cancel()
         await asyncio.wait([connecting])

@@ -20,7 +20,7 @@ from helpers.nodes import Node, Nodes
 from helpers.raw_peer import challenge, greeting
 from helpers.waiting import until
 
-from railrelay.client import RelayError, protocol
+from railrelay.client import RelayError, Unsettled, protocol
 from railrelay.client.protocol import Endpoint, PeerMessage, RailFacts
 from railrelay.client.regions import decode_offer
 
@@ -464,6 +464,37 @@ def test_the_other_end_of_a_queue_pair_that_cannot_be_ends_its_connection(
         with pytest.raises(RelayError):
             transfer.wait(30)
     assert decode_offer(peer.offer()).session == peer.session
+
+
+def test_the_next_queue_pair_is_made_while_a_fence_is_waited_for_and_ended_if_no_slice_wants_it(scene: Scene) -> None:
+    """The peer's queue pair answers nothing, and the peer says what was placed once it is asked for another one."""
+    connected: list[int] = []
+    fenced: list[int] = []
+
+    def answer(message: PeerMessage) -> PeerMessage | None:
+        match message:
+            case protocol.PeerOpenRegion():
+                return region(message.id)
+            case protocol.RailConnect():
+                number = 900 if message.probe else 3 + len(connected)
+                connected.extend([] if message.probe else [number])
+                end = msgspec.structs.replace(END, through=message.through)
+                return protocol.RailToken(message.id, number, b"", end)
+            case protocol.FenceRail() if len(connected) > 1 or message.connection == 900:
+                fenced.append(message.connection)
+                return protocol.RailFenced(message.id, 0, b"")
+        return None
+
+    with receiving(scene, answer=answer) as peer:
+        remote = scene.link.sender.open(peer.offer())
+        transfer = scene.link.sender.write(remote, [scene.link.source.address], [remote.address], 4096, timeout=1)
+        until(lambda: len(connected) == 2, "another queue pair is made")
+        assert 3 not in fenced
+        with pytest.raises(Unsettled):
+            transfer.wait(30)
+        until(lambda: 4 in fenced, "the fence is asked for again, and the other queue pair is ended", 30)
+        assert connected == [3, 4]
+        assert fenced.index(3) < fenced.index(4)
 
 
 def test_names_that_a_peer_makes_up_fill_no_table_of_errors(scene: Scene) -> None:
