@@ -45,6 +45,9 @@ FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
 MOST_ACKS: Final = 256
 MOST_LOST_EARLY: Final = 4096
+# How a queue pair ends that does not reach its other end. EFAULT: its device could not send, which soft-RoCE says while
+# it has no route, as right after its port came up.
+NOT_REACHED: Final = (errno.ETIMEDOUT, errno.EFAULT)
 
 log = logging.getLogger("railrelay")
 
@@ -674,7 +677,7 @@ class Peers:
         if sender is None or sender.peer.gone or sender.pair is None:
             return
         peer = sender.peer
-        if error == errno.ETIMEDOUT:  # the other end was not reached
+        if error in NOT_REACHED:
             self._takeover.suspect(peer, sender.pair)
         if in_flight:
             self._takeover.lost(peer, sender.rail, sender.remote_rail, sender.seen_at or time.monotonic())

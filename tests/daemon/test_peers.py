@@ -378,6 +378,30 @@ def test_successor_is_used_if_nothing_has_ended_it_before_it_is_wanted(meanwhile
     on_node(scenario)
 
 
+@pytest.mark.parametrize(
+    ("error", "pair"),
+    [
+        (errno.ETIMEDOUT, Pair(1, 1)),
+        (errno.EFAULT, Pair(1, 1)),  # of a device that could not send
+        (errno.ECONNRESET, Pair(0, 0)),
+    ],
+)
+def test_successor_goes_by_another_pair_if_the_own_one_did_not_reach_the_peer(error: int, pair: Pair) -> None:
+    async def scenario(node: Node) -> None:
+        receiver = Receiver()
+        async with connected(node, receiver) as (peers, peer):
+            peers.connect_wanted(0, peer.row, 0, False, 1)
+            await until(lambda: bool(added(node)))
+            [number] = peers._senders
+            peers.sender_ending(number, error, 3)
+            [successor] = peers._successors.values()
+            await until(lambda: successor.made is not None)
+            assert successor.made is not None
+            assert successor.made[0] == pair
+
+    on_node(scenario)
+
+
 def test_successor_that_nobody_wants_is_ended_at_both_ends() -> None:
     async def scenario(node: Node) -> None:
         receiver = Receiver()
