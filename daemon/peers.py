@@ -131,12 +131,13 @@ class Successor:
     """Of a lost connection: a queue pair that is made while the fence is under way. Slices that are sent again wait for
     both."""
 
-    peer: Peer
-    rail: int
+    sender: Sender  # what is lost
+    pair: Pair  # of its devices
     opens: contextlib.ExitStack  # Peer.opens() until it is used or dropped
     link: Link | None
     making: asyncio.Task[None] | None = None
-    made: tuple[Pair, int, int] | None = None  # pair, connection, endpoint; both ends ready
+    replaced: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    made: tuple[int, int] | None = None  # connection and endpoint; both ends ready
     wanted: bool = False  # _connect_rail() will take it
 
 
@@ -487,69 +488,85 @@ class Peers:
         self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int, deadline: float
     ) -> tuple[Sender, int]:
         """The sender, and its endpoint for the data plane. RelayError."""
-        made = await self._take_successor(peer, rail, remote_rail)
-        if made is None:
+        taken = await self._take_successor(peer, rail, remote_rail)
+        if taken is None:
+            pair = self._takeover.choose(peer, rail, remote_rail)
             with peer.opens():
-                made = await self._connected_pair(peer, rail, remote_rail, express, epoch, _left(deadline))
-        pair, connection, endpoint = made
+                made = await self._connected_pair(peer, rail, remote_rail, pair, express, epoch, _left(deadline))
+            taken = (pair, *made)
+        pair, connection, endpoint = taken
         if peer.gone:
             self._ctx.verbs.drop(endpoint)
             raise RelayError(ErrorCode.PEER_LOST, f"peer {peer.session} was dropped")
         return Sender(peer, rail, remote_rail, connection, pair, epoch), endpoint
 
     async def _connected_pair(
-        self, peer: Peer, rail: int, remote_rail: int, express: bool, epoch: int, timeout_s: float
-    ) -> tuple[Pair, int, int]:
-        """Of the devices that are to carry. Inside peer.opens(). RelayError."""
-        pair = self._takeover.choose(peer, rail, remote_rail)
+        self, peer: Peer, rail: int, remote_rail: int, pair: Pair, express: bool, epoch: int, timeout_s: float
+    ) -> tuple[int, int]:
+        """As _queue_pair()."""
 
         def request(number: int, endpoint: protocol.Endpoint) -> protocol.RailConnect:
             return protocol.RailConnect(number, rail, remote_rail, express, epoch, endpoint, pair.there)
 
-        return pair, *await self._queue_pair(peer, rail, pair, request, timeout_s)
+        return await self._queue_pair(peer, rail, pair, request, timeout_s)
 
     # ---- the successor of a lost queue pair ----
 
     def _prepare(self, sender: Sender) -> None:
-        peer, key = sender.peer, (sender.peer.row, sender.rail, sender.remote_rail)
+        peer, key = sender.peer, _path_of(sender)
         if key in self._successors or not peer.connected:
             return
         opens = contextlib.ExitStack()
         opens.enter_context(peer.opens())
-        successor = self._successors[key] = Successor(peer, sender.rail, opens, peer.link)
+        pair = self._takeover.choose(peer, sender.rail, sender.remote_rail)
+        successor = self._successors[key] = Successor(sender, pair, opens, peer.link)
         successor.making = self._ctx.spawn(
-            self._make(successor, sender), f"next queue pair of rail {sender.rail} to {peer.session}"
+            self._make(successor), f"next queue pair of rail {sender.rail} to {peer.session}"
         )
 
-    async def _make(self, successor: Successor, sender: Sender) -> None:
-        peer, timeout_s = sender.peer, self._ctx.config.timeouts.connect_s
+    async def _make(self, successor: Successor) -> None:
+        sender, timeout_s = successor.sender, self._ctx.config.timeouts.connect_s
+        peer, rail, epoch = sender.peer, sender.rail, sender.epoch + 1
         try:
             successor.made = await self._connected_pair(
-                peer, sender.rail, sender.remote_rail, False, sender.epoch + 1, timeout_s
+                peer, rail, sender.remote_rail, successor.pair, False, epoch, timeout_s
             )
         except RelayError as failure:  # it is tried again if it is wanted
-            log.info("rail %s to %s: %s", self._ctx.rails[sender.rail].identity, peer.session, failure.text)
+            log.info("rail %s to %s: %s", self._ctx.rails[rail].identity, peer.session, failure.text)
+
+    def _replace_successors(self) -> None:
+        """A port went down. Those of its device will not be used, and who waits for one waits for another."""
+        for key, old in list(self._successors.items()):
+            if old.pair == self._takeover.choose(old.sender.peer, old.sender.rail, old.sender.remote_rail):
+                continue
+            self._drop_successor(self._successors.pop(key))
+            self._prepare(old.sender)
+            if new := self._successors.get(key):
+                new.wanted = old.wanted
+            old.replaced.set_result(None)
 
     async def _take_successor(self, peer: Peer, rail: int, remote_rail: int) -> tuple[Pair, int, int] | None:
-        """None: there is none, or it cannot be used any more."""
-        successor = self._successors.pop((peer.row, rail, remote_rail), None)
-        if successor is None or successor.making is None:
-            return None
-        try:
-            await asyncio.wait([successor.making])
-            made, best = successor.made, self._takeover.choose(peer, rail, remote_rail)
-            if made is None or made[0] != best or not self._stands(successor, made):
-                return None
-            successor.made = None
-            return made
-        finally:
+        """Its devices, connection and endpoint. None: there is none, or it cannot be used any more."""
+        key = (peer.row, rail, remote_rail)
+        while successor := self._successors.get(key):
+            assert successor.making is not None
+            await asyncio.wait([successor.making, successor.replaced], return_when=asyncio.FIRST_COMPLETED)
+            if self._successors.get(key) is not successor:
+                continue
+            del self._successors[key]
+            taken, made = None, successor.made
+            if made is not None and self._stands(successor, made[0]):
+                taken, successor.made = (successor.pair, *made), None
             self._drop_successor(successor)
+            return taken
+        return None
 
-    def _stands(self, successor: Successor, made: tuple[Pair, int, int]) -> bool:
+    def _stands(self, successor: Successor, connection: int) -> bool:
         """What ends a sender that is in use has not come."""
-        peer, (pair, connection, _) = successor.peer, made
-        same = peer.connected and peer.link is successor.link
-        return same and connection not in peer.lost_early and self._takeover.usable(peer, pair)
+        lost = successor.sender
+        peer, best = lost.peer, self._takeover.choose(lost.peer, lost.rail, lost.remote_rail)
+        same = peer.connected and peer.link is successor.link and successor.pair == best
+        return same and connection not in peer.lost_early and self._takeover.usable(peer, best)
 
     def _drop_successor(self, successor: Successor) -> None:
         """Once it is made, if it was not taken."""
@@ -558,13 +575,14 @@ class Peers:
             successor.opens.close()
             made, successor.made = successor.made, None
             if made is not None:
-                self._ctx.verbs.drop(made[2])
-                self._forsake(successor.peer, made[1])
+                self._ctx.verbs.drop(made[1])
+                self._forsake(successor.sender.peer, made[0])
 
-        if successor.making is not None and not successor.making.done():
-            successor.making.add_done_callback(drop)
-        elif successor.making is not None:
+        assert successor.making is not None
+        if successor.making.done():
             drop(successor.making)
+        else:
+            successor.making.add_done_callback(drop)
 
     async def _queue_pair(
         self,
@@ -749,10 +767,9 @@ class Peers:
 
     def _end_unwanted(self, sender: Sender) -> None:
         """Its settlement is in force: slices that are sent again have asked for a connection before."""
-        key = (sender.peer.row, sender.rail, sender.remote_rail)
-        successor = self._successors.get(key)
+        successor = self._successors.get(_path_of(sender))
         if successor is not None and not successor.wanted:
-            self._drop_successor(self._successors.pop(key))
+            self._drop_successor(self._successors.pop(_path_of(sender)))
 
     # ---- ports of verbs rails ----
 
@@ -769,6 +786,7 @@ class Peers:
         peer.rails[message.rail] = msgspec.structs.replace(peer.rails[message.rail], up=message.up)
         if not message.up:
             self._close_pairs(f"port of rail {message.rail} of {peer.session} is down", peer, there=message.rail)
+            self._replace_successors()
         self._takeover.port_changed(message.up, self._used(peer), there=message.rail)
 
     def _rail_lost(self, peer: Peer, message: protocol.RailLost) -> None:
@@ -783,6 +801,7 @@ class Peers:
         """Of a rail here; its facts know it already."""
         if not up:
             self._close_pairs(f"port of rail {rail} is down", here=rail)
+            self._replace_successors()
         self._takeover.port_changed(up, self._used(), here=rail)
 
     def _used(self, peer: Peer | None = None) -> list[Sender]:
@@ -837,6 +856,10 @@ class Peers:
                 peer.keeper.cancel()
             if peer.link is not None:
                 peer.link.close("the daemon ends")
+
+
+def _path_of(sender: Sender) -> tuple[int, int, int]:
+    return sender.peer.row, sender.rail, sender.remote_rail
 
 
 def _left(deadline: float) -> float:

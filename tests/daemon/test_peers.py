@@ -358,7 +358,7 @@ def test_successor_is_used_if_nothing_has_ended_it_before_it_is_wanted(meanwhile
             [successor] = peers._successors.values()
             await until(lambda: successor.made is not None)
             assert successor.made is not None
-            pair, connection, endpoint = successor.made
+            connection, endpoint = successor.made
             assert 1 in receiver.fenced()
             if meanwhile == "its port goes down":
                 peers._rail_state(peer, protocol.RailState(0, up=False))
@@ -372,7 +372,7 @@ def test_successor_is_used_if_nothing_has_ended_it_before_it_is_wanted(meanwhile
             assert used == (meanwhile == "nothing")
             await until(lambda: used or connection in receiver.fenced())
             await until(lambda: used or endpoint not in node.plane.made)
-            assert pair == (Pair(1, 1) if meanwhile == "a better one works" else Pair(0, 0))
+            assert successor.pair == (Pair(1, 1) if meanwhile == "a better one works" else Pair(0, 0))
             assert not peers._successors
 
     on_node(scenario)
@@ -395,9 +395,37 @@ def test_successor_goes_by_another_pair_if_the_own_one_did_not_reach_the_peer(er
             [number] = peers._senders
             peers.sender_ending(number, error, 3)
             [successor] = peers._successors.values()
+            assert successor.pair == pair
             await until(lambda: successor.made is not None)
-            assert successor.made is not None
-            assert successor.made[0] == pair
+
+    on_node(scenario)
+
+
+def test_who_waits_for_a_successor_whose_port_goes_down_gets_another_at_once() -> None:
+    async def scenario(node: Node) -> None:
+        began, goes_on = threading.Event(), threading.Event()
+
+        def stand_still() -> None:
+            node.plane.on_connect = lambda: None
+            began.set()
+            goes_on.wait(TIME_LIMIT_S)
+
+        receiver = Receiver()
+        async with connected(node, receiver) as (peers, peer):
+            peers.connect_wanted(0, peer.row, 0, False, 1)
+            await until(lambda: bool(added(node)))
+            [number] = peers._senders
+            node.plane.on_connect = stand_still
+            peers.sender_ending(number, errno.ECONNRESET, 3)
+            await until(began.is_set)
+            peers.connect_wanted(0, peer.row, 0, False, 2)
+            peers._rail_state(peer, protocol.RailState(0, up=False))
+            await until(lambda: len(added(node)) == 2)
+            assert list(peers._senders.values())[-1].pair == Pair(1, 1)
+            assert not goes_on.is_set()
+            goes_on.set()
+            await until(lambda: len(node.plane.made) == 2)  # those that were added
+            assert receiver.asked()[:3] == [0, 0, 1]
 
     on_node(scenario)
 
