@@ -152,7 +152,11 @@ class Attachment:
         with self._leasing:
             if not self.core.has_lane(rail):
                 request = protocol.LeaseLane(self.connection.new_id(), rail)
-                self.connection.ask_then(request, protocol.Leased, self._leased)
+                try:
+                    self.connection.ask_then(request, protocol.Leased, self._leased, LOCAL_TIMEOUT_S)
+                except RelayError:
+                    if not self.core.has_lane(rail):  # else the answer came, to an earlier request
+                        raise
             if self._gpu is not None:
                 self._gpu.prepare_lane(rail)
 
@@ -165,21 +169,32 @@ class Attachment:
         def registered(reply: protocol.Registered, bounces: list[int]) -> None:
             faults.point("client.region.registered")
             try:
+                self._add_bounces(bounces)
                 with core_errors():
-                    for bounce_rail, bounce in enumerate(bounces):
-                        self.core.add_bounce(bounce_rail, bounce, self.bounce_bytes)
                     self.core.add_region(reply.region, request.address, request.bytes, reply.direct, on_gpu, reply.rail)
             except (RelayError, OSError):
                 self.connection.tell(protocol.Unregister(self.connection.new_id(), reply.region))
                 raise
-            finally:
-                close_all(bounces)
             self.held_regions[reply.region] = region
             region.registered(self, reply)
 
-        self.connection.ask_then(request, protocol.Registered, registered, LOCAL_TIMEOUT_S, fds)
+        def too_late(reply: protocol.Registered, bounces: list[int]) -> None:
+            """The daemon hands out bounce memory once."""
+            self.connection.tell(protocol.Unregister(self.connection.new_id(), reply.region))
+            self._add_bounces(bounces)
+
+        self.connection.ask_then(request, protocol.Registered, registered, LOCAL_TIMEOUT_S, fds, too_late)
         if on_gpu and self._gpu is not None and request.receive:  # nothing comes before the caller has the offer
             self._gpu.prepare_bounces(self.core.rails)
+
+    def _add_bounces(self, bounces: list[int]) -> None:
+        """Control thread; owns the descriptors."""
+        try:
+            with core_errors():
+                for rail, bounce in enumerate(bounces):
+                    self.core.add_bounce(rail, bounce, self.bounce_bytes)
+        finally:
+            close_all(bounces)
 
     def register_gpu(self, region: Region, address: int, nbytes: int, rail: int, *, receive: bool) -> None:
         """The same for memory of the rank's GPU."""
@@ -265,6 +280,8 @@ class Attachment:
                     bytes_max=facts.bytes_max,
                     feeder_cpu=self.wish.feeder_cpu,
                 )
+                if self.connection.pidfd >= 0:
+                    self.core.watch_daemon(self.connection.pidfd)
         finally:
             close_all([segment, node])
         faults.point("client.attach.mapped")

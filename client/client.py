@@ -117,6 +117,7 @@ class Client:
         self._regions: list[Region] = []
         self._thread: threading.Thread | None = None
         self._given_up: RelayError | None = None
+        self._left: Attachment | None = None  # the latest that has been given up for another
         self._closing = threading.Lock()
         self._stopping = threading.Event()
         self.closed = False
@@ -380,6 +381,9 @@ class Client:
 
     def _begin_again(self, attachment: Attachment) -> None:
         """Holding ``_changed``. What the daemon ended for a reason that it gave is not asked for again."""
+        if self._left is attachment:  # _use() and its control thread have both seen its end
+            return
+        self._left = attachment
         self.receiver.notifications.end()
         if not self._reattach or attachment.connection.was_ended():
             self._given_up = attachment.connection.failure

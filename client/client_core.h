@@ -226,6 +226,7 @@ struct rc_core {
     uint64_t bytes_max, bytes_in_flight; /* of all transfers; bytes_max 0: no limit */
     int kick_fds[RR_MAX_RAILS];
     int completion_fd, feeder_cpu, pid;
+    int daemon_pidfd;     /* -1: not to be had */
     struct rc_lane lanes[RR_MAX_RAILS];
     struct rc_ring rings[RR_MAX_RAILS];
     struct rc_bounce bounces[RR_MAX_RAILS];
@@ -278,6 +279,8 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
 void rc_stop(struct rc_core *core);
 void rc_close(struct rc_core *core);
 void rc_free(struct rc_core *core);
+/* What the daemon left in bounce memory is not placed once it has exited. pidfd: duplicated. 0, or -errno. */
+int rc_watch_daemon(struct rc_core *core, int pidfd);
 int rc_add_lane(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes, uint64_t generation);
 int rc_add_bounce(struct rc_core *core, uint32_t rail, int fd, uint64_t bytes);
 

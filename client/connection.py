@@ -62,11 +62,11 @@ class Connection:
         self.daemon_pid: int = _UCRED.unpack(
             self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         )[0]
-        self._pidfd = self._stop = -1
+        self.pidfd = self._stop = -1  # pidfd: of the daemon; -1 if it is of another pid namespace
         self._thread = threading.Thread(target=self._receive_loop, name="railrelay-control", daemon=True)
         try:
-            if self.daemon_pid:  # else it is of another pid namespace; the hang-up has to do
-                self._pidfd = os.pidfd_open(self.daemon_pid)
+            if self.daemon_pid:  # else the hang-up has to do
+                self.pidfd = os.pidfd_open(self.daemon_pid)
             self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._thread.start()
         except (OSError, RuntimeError) as failure:  # the daemon has exited, or no descriptors or threads are left
@@ -95,7 +95,7 @@ class Connection:
         with self._lock:
             if self._closed or self._refused:
                 return self._refused
-            return self._pidfd >= 0 and _exits(self._pidfd, 0)
+            return self.pidfd >= 0 and _exits(self.pidfd, 0)
 
     def was_ended(self) -> bool:
         """Whether the daemon said why, or a CUDA call of this process failed: not merely the daemon's exit."""
@@ -123,9 +123,11 @@ class Connection:
         then: Callable[[Reply, list[int]], Any],
         timeout: float = LOCAL_TIMEOUT_S,
         fds: Sequence[int] = (),
+        late: Callable[[Reply, list[int]], Any] | None = None,
     ) -> Any:  # noqa: ANN401
         """The same; returns what ``then(reply, descriptors)`` returns. That runs on the control thread before any later
-        event is looked at, and owns the descriptors. ``fds`` are sent along and stay the caller's."""
+        event is looked at, and owns the descriptors; ``late``, by default ``then``, runs instead if the reply comes
+        after the time-out: the daemon has done it. ``fds`` are sent along and stay the caller's."""
         future: Future[Any] = Future()
         self.check()
         with self._lock:
@@ -136,17 +138,23 @@ class Connection:
         try:
             if not future.done():
                 self._send(request, fds)
+        except BaseException:
+            with self._lock:
+                self._questions.pop(request.id, None)
+            raise
+        try:
             return future.result(timeout)
         except TimeoutError:
-            if future.done():
+            with self._lock:
+                waiting = request.id in self._questions
+                if waiting:
+                    self._questions[request.id] = _Question(future, reply, late or then)
+            if not waiting:  # it is being answered
                 return future.result()
             raise error(
                 ErrorCode.WAIT_TIMEOUT,
                 f"daemon pid {self.daemon_pid} did not answer {type(request).__name__} in {timeout:g} s",
             ) from None
-        finally:
-            with self._lock:
-                self._questions.pop(request.id, None)
 
     def tell(self, request: protocol.ClientRequest) -> None:
         """Sends without waiting; the reply is dropped. For the control thread."""
@@ -173,7 +181,7 @@ class Connection:
 
     def _close_descriptors(self) -> None:
         self._socket.close()
-        close_all([fd for fd in (self._stop, self._pidfd) if fd >= 0])
+        close_all([fd for fd in (self._stop, self.pidfd) if fd >= 0])
 
     def _send(self, request: protocol.ClientRequest, fds: Sequence[int] = ()) -> None:
         try:
@@ -202,8 +210,8 @@ class Connection:
         poller = select.poll()
         poller.register(self._stop, select.POLLIN)
         poller.register(self._socket, select.POLLIN)
-        if self._pidfd >= 0:
-            poller.register(self._pidfd, select.POLLIN)
+        if self.pidfd >= 0:
+            poller.register(self.pidfd, select.POLLIN)
         stopped = False
         try:
             while not stopped:
@@ -257,7 +265,7 @@ class Connection:
 
     def _end(self) -> None:
         # A hang-up is only a hint: whether the process is gone, its pidfd knows.
-        exited = self._pidfd < 0 or _exits(self._pidfd, _EXIT_S)
+        exited = self.pidfd < 0 or _exits(self.pidfd, _EXIT_S)
         text = f"daemon pid {self.daemon_pid} {'exited' if exited else 'closed this session'}"
         if self._last_words:
             text += f": {self._last_words}"

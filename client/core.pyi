@@ -192,6 +192,8 @@ class ClientCore:
     def counters(self) -> dict[str, int]:
         """feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes,
         fast_submissions, bytes_local"""
+    def watch_daemon(self, pidfd: int) -> None:
+        """Of what the daemon received, nothing is placed in private regions once it has exited."""
     def stop(self) -> None:
         """Ends every submission and stops the threads; the mappings stay. Idempotent."""
     def forget_local_signal(self) -> None:

@@ -95,9 +95,11 @@ cdef extern from "client_core.h" nogil:
     rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uint64_t node_bytes, const int *kick_fds, uint32_t kick_count,
                      uint32_t own_rail, uint32_t route, uint64_t direct_slice_bytes, uint64_t express_bytes, uint64_t bytes_max,
                      int feeder_cpu, rc_error *error)
+    int rc_watch_daemon(rc_core *, int)
     void rc_stop(rc_core *)
     void rc_close_copiers(rc_core *)
     void rc_forget_local_signal(rc_core *)
+    int rc_watch_daemon(rc_core *core, int pidfd)
     void rc_close(rc_core *)
     void rc_free(rc_core *)
     int rc_add_lane(rc_core *, uint32_t rail, int fd, uint64_t bytes, uint64_t generation)
@@ -664,6 +666,10 @@ cdef class ClientCore:
             counters[f"gpu_{name}_pieces"] = pieces[way]
             counters[f"gpu_{name}_bytes"] = nbytes[way]
         return counters
+
+    def watch_daemon(self, int pidfd):
+        self.here()
+        check(rc_watch_daemon(self.core, pidfd), f"pidfd {pidfd} of the daemon")
 
     def stop(self):
         if self.closed:

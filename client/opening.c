@@ -1,6 +1,7 @@
 /* Opening and closing of a client: segments, lanes, bounce memory, threads. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -59,7 +60,7 @@ struct rc_core *rc_open(int segment_fd, uint64_t segment_bytes, int node_fd, uin
 {
     struct rc_core *core = calloc(1, sizeof *core);
     if (!core) return rc_fail(error, "no_memory", "no memory for the client"), NULL;
-    core->completion_fd = core->hang_up_fd = -1;
+    core->completion_fd = core->hang_up_fd = core->daemon_pidfd = -1;
     core->pid = getpid();
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) core->kick_fds[i] = -1;
     pthread_mutex_init(&core->queue, NULL);
@@ -151,6 +152,12 @@ broken:
     return NULL;
 }
 
+int rc_watch_daemon(struct rc_core *core, int pidfd)
+{
+    core->daemon_pidfd = fcntl(pidfd, F_DUPFD_CLOEXEC, 0);
+    return core->daemon_pidfd < 0 ? -errno : 0;
+}
+
 /* Ends every submission and stops the threads. */
 void rc_stop(struct rc_core *core)
 {
@@ -201,6 +208,7 @@ void rc_free(struct rc_core *core)
         if (core->node) munmap((void *)core->node, core->node_bytes);
     }
     if (core->completion_fd >= 0) close(core->completion_fd);
+    if (core->daemon_pidfd >= 0) close(core->daemon_pidfd);
     for (uint32_t i = 0; i < RR_MAX_RAILS; i++) free(core->rings[i].table_position);
     for (uint32_t i = 0; i < RC_PEERS_MAX; i++) free(core->local_rails[i]);
     free(core->regions);

@@ -1,6 +1,7 @@
 /* Empties bounce memory: copies frames that the daemon received for this client's private regions to where they
  * belong. One thread a client, started with the first bounce memory. */
 #define _GNU_SOURCE
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -72,13 +73,20 @@ static uint32_t place(struct rc_core *core, const struct rc_bounce *bounce, uint
     return result;
 }
 
+/* Then peers' transfers may have ended already, and their next ones use the same pages. */
+static int daemon_has_exited(const struct rc_core *core)
+{
+    struct pollfd exit = {core->daemon_pidfd, POLLIN, 0};
+    return poll(&exit, 1, 0) == 1;
+}
+
 static int empty(struct rc_core *core, uint32_t rail)
 {
     struct rc_bounce *bounce = &core->bounces[rail];
     if (!rr_load_acquire_pointer((void *const *)&bounce->memory)) return 0;
     uint64_t filled = rr_load_acquire_u64(&bounce->shared->filled); /* SYNC filled */
     int count = 0;
-    while (bounce->emptied != filled && filled - bounce->emptied <= core->facts.bounce_slots) {
+    while (bounce->emptied != filled && filled - bounce->emptied <= core->facts.bounce_slots && !daemon_has_exited(core)) {
         uint32_t result = place(core, bounce, bounce->emptied);
         rr_fault_point(RR_FAULT_CLIENT_BOUNCE_COPIED);
         rr_store_relaxed_u32(&bounce->frames[bounce->emptied % core->facts.bounce_slots].result, result);

@@ -277,3 +277,14 @@ def test_descriptors_above_a_thousand(daemon: Daemon, tmp_path: Path) -> None:
     finally:
         close_all(taken)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_late_answer_is_taken_by_what_undoes_it(daemon: Daemon, connection: Connection) -> None:
+    seen: list[str] = []
+    for late in (lambda *_: seen.append("late"), None):
+        request = protocol.LeaseLane(connection.new_id(), 0)
+        with pytest.raises(WaitTimeout):
+            connection.ask_then(request, protocol.Done, lambda *_: seen.append("then"), 0.05, late=late)
+        assert daemon.receive() == request
+        daemon.send(protocol.Done(request.id))
+    until(lambda: seen == ["late", "then"], "both answers")

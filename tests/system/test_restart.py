@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from helpers import memory, patterns, rail_devices, slow_memory
+from helpers.engines import Engines
 from helpers.memory import Kind, Link, Memory
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
@@ -36,6 +37,7 @@ from railrelay.client import (
     TransferError,
     Unsettled,
     WaitTimeout,
+    attachment,
 )
 
 pytestmark = [pytest.mark.system, rail_devices.every_nic()]
@@ -331,3 +333,46 @@ def test_a_client_that_lacks_descriptors_attaches_once_it_has_some(pair: Pair) -
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_what_a_daemon_left_in_bounce_memory_is_not_placed_after_its_end(
+    pair: Pair, nodes: Nodes, engines: Engines
+) -> None:
+    engine = engines.start(pair.decode, rank=1)
+    offer = engine.ask("memory", name="target", nbytes=NBYTES, kind="private")
+    remote = pair.sender.open(bytes.fromhex(offer))
+    source = memory.make(pair.sender, NBYTES)
+    source.array[:] = patterns.content(NBYTES, 1)
+    pair.sender.write(remote, [source.address], [remote.address], BLOCK).wait(30)
+    engine.ask("wipe", name="target")
+    with engine.paused():
+        transfer = begin(pair.sender, source, remote, 2)
+        with pytest.raises(WaitTimeout):  # its frames lie there
+            transfer.wait(0.5)
+        pair.decode.kill()
+        nodes.again(pair.decode)
+        with pytest.raises(TransferError):
+            transfer.wait(30)
+    engine.ask("wait_attached")
+    assert transfer.settled
+    assert engine.ask("touched", name="target") == 0
+
+
+# ---- answers that come after the time-out ----
+
+
+def test_a_daemon_that_answered_too_late_can_be_asked_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair.prefill.connect(rank=1, route="relay_all") as sender:
+        link = memory.link(sender, pair.receiver, NBYTES)
+        link.source.array[:] = patterns.content(NBYTES, 1)
+        private = np.zeros(NBYTES, np.uint8)
+        with monkeypatch.context() as patched:
+            patched.setattr(attachment, "LOCAL_TIMEOUT_S", 0.2)
+            with pair.decode.paused(), pytest.raises(WaitTimeout):
+                pair.receiver.register(private)
+            with pair.prefill.paused(), pytest.raises(WaitTimeout):
+                begin(sender, link.source, link.remote, 1)
+        send(link, link.remote, 2)
+        region = pair.receiver.register(private)
+        begin(sender, link.source, sender.open(region.offer()), 3).wait(30)
+        assert patterns.arrived(link.source.array, private, BLOCKS, BLOCK, 3)
