@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from railrelay.client.protocol import Message, Note
-from railrelay.daemon.descriptors import discard
+from railrelay.daemon.descriptors import OWN, discard
 from railrelay.daemon.memory import Memory
 from railrelay.daemon.rows import Rows
 from railrelay.daemon.verbs import Keys
@@ -32,11 +32,12 @@ class Handed:
     offset: int = 0
     ipc: bytes = b""
     fd: int = -1
+    pid: int = OWN  # of the process that the descriptor came from
 
     def close(self) -> None:
         """Idempotent."""
         if self.fd >= 0:
-            discard([self.fd])
+            discard([self.fd], self.pid)
         self.fd, self.handle = -1, ""
 
 

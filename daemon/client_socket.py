@@ -22,7 +22,7 @@ from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode
 from railrelay.client.protocol import Message
 from railrelay.daemon.acceptor import Acceptor
-from railrelay.daemon.descriptors import discard
+from railrelay.daemon.descriptors import discard, hang_up, waiting
 from railrelay.daemon.instance import InstanceTaken
 from railrelay.daemon.node_state import Report
 
@@ -31,6 +31,8 @@ NO_ROOM: Final = (errno.EMFILE, errno.ENFILE)
 NO_DESCRIPTORS: Final = "the daemon has no descriptors left; raise its LimitNOFILE, or unregister memory"
 MAX_EVENTS_UNSENT: Final = MAX_UNSENT // 2
 MAX_FDS: Final = 4  # in a packet from a client
+FDS_THAT_FIT: Final = 253  # in any packet: what was not received would be closed by the kernel, here and now
+MAX_FDS_WAITING: Final = 4096  # of one process, until they are closed
 PACKETS_A_TURN: Final = 16
 ATTACH_TIMEOUT_S: Final = 5.0
 _UCRED: Final = struct.Struct("iII")
@@ -85,7 +87,7 @@ class ClientSocket:
             for fd in fds:
                 copies.append(os.dup(fd))  # noqa: PERF401 - those made before one that fails are closed
         except OSError as failure:
-            discard(copies)
+            discard(copies, self.pid)
             self.close(f"could not be sent {type(message).__name__}: {failure.strerror}")
             return
         self._unsent.append((packet, copies))
@@ -135,9 +137,9 @@ class ClientSocket:
         self._loop.remove_reader(self._unix.fileno())
         self._loop.remove_writer(self._unix.fileno())
         os.close(self._pidfd)
-        self._unix.close()
+        hang_up(self._unix, self.pid)
         for _, fds in self._unsent:
-            discard(fds)
+            discard(fds, self.pid)
         self._unsent.clear()
         self._room.set()
         self._on_end(self, reason)
@@ -159,14 +161,14 @@ class ClientSocket:
             if not self._send(packet, fds):
                 return
             self._unsent.popleft()
-            discard(fds)
+            discard(fds, self.pid)
         self._loop.remove_writer(self._unix.fileno())
         self._room.set()
 
     def _readable(self) -> None:
         for _ in range(PACKETS_A_TURN):
             try:
-                packet, fds, cut_off = protocol.receive(self._unix, MAX_FDS, socket.MSG_DONTWAIT)
+                packet, fds, cut_off = protocol.receive(self._unix, FDS_THAT_FIT, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError as failure:
@@ -178,22 +180,26 @@ class ClientSocket:
 
     def _take(self, packet: bytes, fds: list[int], cut_off: bool) -> None:
         # Fewer than fit were cut off: there was no room for them in this process.
-        no_room = cut_off and len(fds) < MAX_FDS and len(packet) < protocol.CLIENT_MESSAGE_BYTES
-        if packet and (no_room or not cut_off):
+        no_room = cut_off and len(fds) < FDS_THAT_FIT and len(packet) < protocol.CLIENT_MESSAGE_BYTES
+        if waiting(self.pid) > MAX_FDS_WAITING:
+            discard(fds, self.pid)
+            self.violate(f"sent descriptors whose close takes long: {MAX_FDS_WAITING} of them wait")
+            return
+        if packet and (no_room or not cut_off) and len(fds) <= MAX_FDS:
             try:
                 message = protocol.client_request(packet)
             except msgspec.MsgspecError as failure:
-                discard(fds)
+                discard(fds, self.pid)
                 self.violate(f"sent something that is not a request ({failure})")
                 return
             if no_room:
-                discard(fds)
+                discard(fds, self.pid)
                 self._report(ErrorCode.LIMIT, f"client pid {self.pid}: {type(message).__name__}: {NO_DESCRIPTORS}")
                 self.send(protocol.Failed(message.id, ErrorCode.LIMIT, NO_DESCRIPTORS))
             else:
                 self._on_message(self, message, fds)
             return
-        discard(fds)
+        discard(fds, self.pid)
         if packet:
             self.violate(f"sent a packet above {protocol.CLIENT_MESSAGE_BYTES} bytes or {MAX_FDS} descriptors")
         else:
@@ -234,7 +240,7 @@ class ClientServer:
         self._report(ErrorCode.DENIED, text)
         with contextlib.suppress(OSError):
             unix.send(protocol.encode(protocol.Failed(0, ErrorCode.DENIED, text)))
-        unix.close()
+        hang_up(unix, pid)
 
 
 def _groups(unix: socket.socket) -> list[int]:

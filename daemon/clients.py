@@ -20,7 +20,7 @@ from railrelay.client.protocol import Message
 from railrelay.daemon.client import Client
 from railrelay.daemon.client_socket import ATTACH_TIMEOUT_S, NO_DESCRIPTORS, NO_ROOM, ClientSocket
 from railrelay.daemon.context import Context, on_worker
-from railrelay.daemon.descriptors import discard
+from railrelay.daemon.descriptors import discard, hang_up
 from railrelay.daemon.local_route import LocalRoute
 from railrelay.daemon.memory import client_segment
 from railrelay.daemon.peers import Peers
@@ -68,19 +68,19 @@ class Clients:
             self._ctx.state.error(
                 ErrorCode.LIMIT, f"{len(self._sockets)} connections to the control socket; one of pid {pid} closed"
             )
-            unix.close()
+            hang_up(unix, pid)
             return
         try:
             connection = ClientSocket(unix, pid, self._on_message, self._on_end, self._ctx.state.error)
         except ProcessLookupError:
-            unix.close()
+            hang_up(unix, pid)
             return
         except OSError as failure:
             text = NO_DESCRIPTORS if failure.errno in NO_ROOM else f"pidfd of pid {pid}: {failure.strerror}"
             self._ctx.state.error(ErrorCode.LIMIT, f"pid {pid} cannot attach: {text}")
             with contextlib.suppress(OSError):
                 unix.send(protocol.encode(protocol.Failed(0, ErrorCode.LIMIT, text)))
-            unix.close()
+            hang_up(unix, pid)
             return
         self._sockets[connection] = None
         self._tasks[connection] = set()
@@ -97,7 +97,7 @@ class Clients:
         client = self._sockets[connection]
         first = isinstance(message, protocol.Attach)
         if first is not (client is None and not tasks) or len(tasks) >= MAX_TASKS:
-            discard(fds)
+            discard(fds, connection.pid)
             connection.violate(
                 f"sent {type(message).__name__} at the wrong time, or more than {MAX_TASKS} requests at a time"
             )
@@ -106,7 +106,8 @@ class Clients:
         task = self._ctx.spawn(work, f"{type(message).__name__} of pid {connection.pid}")
         tasks.add(task)
         task.add_done_callback(tasks.discard)
-        task.add_done_callback(lambda _: discard(fds))  # one that is cancelled before it begins runs no line of its own
+        # Here, since one that is cancelled before it begins runs no line of its own.
+        task.add_done_callback(lambda _: discard(fds, connection.pid))
 
     async def _answer(self, connection: ClientSocket, message: protocol.ClientRequest, fds: list[int]) -> None:
         reply: Message | None = protocol.Failed(

@@ -23,7 +23,7 @@ import msgspec
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Message
 from railrelay.daemon.config import ConfigError, Rail
-from railrelay.daemon.descriptors import discard
+from railrelay.daemon.descriptors import OWN, discard
 from railrelay.daemon.emulated_helper import (
     MESSAGE_BYTES,
     AddMemory,
@@ -53,6 +53,7 @@ class Source:
     handle: bytes = b""
     handle_bytes: int = 0
     wipe: bool = False
+    pid: int = OWN  # of the process that the descriptor came from
 
 
 class Helper:
@@ -111,21 +112,21 @@ class Helper:
             memory, source.base, source.nbytes, source.kind, source.offset, source.handle, source.handle_bytes,
             source.wipe,
         )  # fmt: skip
-        await self._ask(message, [source.fd] if source.fd >= 0 else [])
+        await self._ask(message, [source.fd] if source.fd >= 0 else [], source.pid)
 
     async def remove(self, memory: int) -> None:
         """Nothing posted may use it any more. Nothing happens if the helper does not know it."""
         with contextlib.suppress(RelayError):
             await self._ask(RemoveMemory(memory), [])
 
-    async def _ask(self, message: Message, fds: Sequence[int]) -> None:
+    async def _ask(self, message: Message, fds: Sequence[int], pid: int = OWN) -> None:
         kept = [os.dup(fd) for fd in fds]
         # It goes on if its waiter is cancelled: a late answer must not be taken for the next one.
-        answer = await asyncio.shield(self._loop.create_task(self._exchange(message, kept)))
+        answer = await asyncio.shield(self._loop.create_task(self._exchange(message, kept, pid)))
         if isinstance(answer, Refused) and not self.failure:
             raise RelayError(ErrorCode.NO_MEMORY, f"rail {self.name}, emulated NIC: {answer.text}")
 
-    async def _exchange(self, message: Message, fds: Sequence[int]) -> Message:
+    async def _exchange(self, message: Message, fds: Sequence[int], pid: int) -> Message:
         try:
             async with self._turn:  # one at a time: the answers need no numbers, and the socket never fills
                 if self.failure:
@@ -135,7 +136,7 @@ class Helper:
                     socket.send_fds(self._socket, [encode(message)], fds)
                 return await self._answer
         finally:
-            discard(fds)
+            discard(fds, pid)
 
     def _readable(self) -> None:
         try:

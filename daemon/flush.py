@@ -122,7 +122,7 @@ class Flush:
         if client not in self._keys and len(self._keys) == MAX_FLUSH_TARGETS:
             text = f"{place.what}: {MAX_FLUSH_TARGETS} clients receive into GPU memory already"
             raise RelayError(ErrorCode.LIMIT, text)
-        what, keys = f"flush key of {place.what}", Keys()
+        what, keys = f"flush key of {place.what}", Keys(pid=region.pid)
         try:
             keys.dmabuf = os.dup(region.dmabuf)
             await self._ctx.verbs.register(

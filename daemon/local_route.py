@@ -25,19 +25,20 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _PAGE: Final = os.sysconf("SC_PAGESIZE")
 
 
-def handed_of(message: protocol.Register, fds: list[int]) -> Handed:
+def handed_of(message: protocol.Register, fds: list[int], pid: int) -> Handed:
     """What other clients of this daemon may import the memory by. Shared memory is handed out only if the region is all
     of its file, sealed against shrinking and of ordinary pages (a hole in huge pages may not be filled again): else
     whoever has the descriptor could reach more than was offered, or be ended by a SIGBUS. OSError."""
     if message.memory == "device":
         fd = os.dup(fds[0]) if message.handle == "vmm" else -1
-        return Handed(message.handle, "device", message.device, message.handle_bytes, message.offset, message.ipc, fd)
+        facts = (message.handle, "device", message.device, message.handle_bytes, message.offset, message.ipc)
+        return Handed(*facts, fd, pid)
     if not message.shared:
         return Handed()
     whole = message.offset == 0 and -(-message.bytes // _PAGE) == -(-os.fstat(fds[0]).st_size // _PAGE)
     sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & _SEALS == _SEALS
     if whole and sealed and os.fstatvfs(fds[0]).f_bsize == _PAGE:
-        return Handed("shm", fd=os.dup(fds[0]))
+        return Handed("shm", fd=os.dup(fds[0]), pid=pid)
     return Handed()
 
 

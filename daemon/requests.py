@@ -251,7 +251,7 @@ class Requests:
             kind,
         )
         try:
-            region.handed = handed_of(message, fds)
+            region.handed = handed_of(message, fds, client.pid)
             ctx.plane.add_region(client.row, index, mapped, message.offset, message.bytes, base=base)
         except OSError as failure:
             region.handed.close()
@@ -275,7 +275,9 @@ class Requests:
                 if message.shared or copied:
                     fd = fds[0] if message.shared or kind == "vmm" else -1  # else it may be the dma-buf
                     base = ctx.plane.region_base(client.row, index)
-                    source = Source(base, message.bytes, kind, message.offset, fd, message.ipc, message.handle_bytes)
+                    source = Source(
+                        base, message.bytes, kind, message.offset, fd, message.ipc, message.handle_bytes, pid=client.pid
+                    )  # fmt: skip
                     await ctx.helpers.add(number, source)
                 if ctx.verbs and not copied:
                     await self._register_region(client, region, message, fds)
@@ -315,7 +317,7 @@ class Requests:
     ) -> None:
         ctx = self._ctx
         if message.dmabuf:
-            region.keys.dmabuf = os.dup(fds[-1])
+            region.keys.dmabuf, region.keys.pid = os.dup(fds[-1]), client.pid
         base = ctx.plane.region_base(client.row, region.index)
         what = f"region {region.index} of {client}"
         await ctx.verbs.register(region.keys, what, base, region.nbytes, dmabuf_offset=message.dmabuf_offset)
@@ -486,7 +488,7 @@ class Requests:
             return reply
         faults.point("daemon.local.granted")
         about, fd = {**vars(region.handed)}, region.handed.fd
-        del about["fd"]
+        del about["fd"], about["pid"]
         client.socket.send(msgspec.structs.replace(reply, **about), (fd,) if fd >= 0 else ())
         return None
 

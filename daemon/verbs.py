@@ -22,7 +22,7 @@ from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Endpoint, RailFacts
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.config import Config, ConfigError, Rail
-from railrelay.daemon.descriptors import discard
+from railrelay.daemon.descriptors import OWN, discard
 from railrelay.daemon.plane import DataPlane
 
 GID_BYTES: Final = 16
@@ -65,12 +65,13 @@ class Keys:
     rkeys: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     dmabuf: int = -1  # descriptor of GPU memory, its own
+    pid: int = OWN  # of the process that the descriptor came from
     work: asyncio.Future[None] | None = None
 
     def close(self) -> None:
         """Idempotent."""
         if self.dmabuf >= 0:
-            discard([self.dmabuf])
+            discard([self.dmabuf], self.pid)
             self.dmabuf = -1
 
 

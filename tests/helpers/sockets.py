@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import random
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Final
 from helpers import rail_devices
 from helpers.descriptors import duplicates
 from helpers.nodes import Node
+from helpers.waiting import LIMIT_S
 from railrelay.client import protocol
 
 _NOWHERE: Final = socket.AF_UNSPEC.to_bytes(2, sys.byteorder) + bytes(14)
@@ -101,3 +103,19 @@ def _sockets(pid: int) -> Iterator[socket.socket]:
             yield duplicate
         else:
             duplicate.close()
+
+
+@contextlib.contextmanager
+def lingering() -> Iterator[int]:
+    """A socket whose last close waits for a peer that does not read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        slow = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 4 * int(LIMIT_S)))
+        slow.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                slow.send(bytes(1 << 20))
+        yield slow.detach()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()  # resets: nobody lingers any more

@@ -19,6 +19,7 @@ from helpers import memory
 from helpers.nodes import Node, Nodes
 from helpers.raw_client import RawClient, Refused
 from helpers.raw_peer import challenge, greeting
+from helpers.sockets import lingering
 from helpers.waiting import LIMIT_S, until
 
 from railrelay.client import PeerError, Result, TransferError, protocol
@@ -71,26 +72,10 @@ def test_descriptors_of_a_client_that_hangs_up_at_once_are_closed(node: Node) ->
     until(lambda: descriptors(node) <= before, "no descriptor is left")
 
 
-@contextlib.contextmanager
-def lingering() -> Iterator[int]:
-    """A socket whose last close waits for a peer that does not read."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        slow = socket.create_connection(listener.getsockname())
-        accepted, _ = listener.accept()
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 4 * int(LIMIT_S)))
-        slow.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                slow.send(bytes(1 << 20))
-        yield slow.detach()
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        accepted.close()  # resets: nobody lingers any more
-
-
 GPU = {"shared": False, "memory": "device", "device": "GPU-1", "handle": "vmm", "handle_bytes": 4096}
 
 
-@pytest.mark.parametrize("how", ["refused", "of no request", "too many", "kept as GPU memory"])
+@pytest.mark.parametrize("how", ["refused", "of no request", "too many", "kept as GPU memory", "unread"])
 def test_nobody_waits_for_the_close_of_a_descriptor_that_a_client_sent(node: Node, how: str) -> None:
     others_work(node)
     before = descriptors(node)
@@ -100,11 +85,25 @@ def test_nobody_waits_for_the_close_of_a_descriptor_that_a_client_sent(node: Nod
             sent = [fd] * 3 if how == "too many" else [fd]
             packet = protocol.encode(register(raw, **(GPU if how == "kept as GPU memory" else {})))
             with node.paused():
+                if how == "unread":
+                    raw.send_bytes(b"what ends the session first")
                 socket.send_fds(raw.socket, [packet if how != "of no request" else b"?"], sent)
                 os.close(fd)  # the daemon's is the last one
             raw.receive()
         others_work(node)  # while it lingers
     until(lambda: descriptors(node) <= before, "it is closed in the end")
+
+
+def test_nobody_waits_for_the_close_of_a_descriptor_too_many(node: Node) -> None:
+    others_work(node)
+    with lingering() as fd:
+        with RawClient(node.socket, rank=2) as raw:
+            raw.attach()
+            with node.paused():
+                socket.send_fds(raw.socket, [protocol.encode(register(raw))], [raw.socket.fileno()] * 4 + [fd])
+                os.close(fd)
+            assert "4 descriptors" in raw.last_words()
+        others_work(node)
 
 
 def test_huge_pages_that_their_owner_cuts_off_end_its_session_alone(node: Node) -> None:
