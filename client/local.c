@@ -13,13 +13,11 @@
 
 #include "client_core.h"
 #include "pieces.h"
+#include "populate.h"
 
 #define CHUNK_BYTES (1ull << 20) /* a visit, so that other parts go on */
 #define CHUNK_PIECES 4096u
 #define POPULATE_BYTES (16ull << 20)
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 
 int rc_mappings_init(struct rc_core *core)
 {
@@ -73,7 +71,7 @@ void rc_populate_remote(struct rc_core *core, uint32_t remote)
         more = mapping->base && !mapping->on_gpu && at < mapping->bytes;
         if (more) {
             uint64_t left = mapping->bytes - at;
-            more = !madvise(mapping->base + at, left < POPULATE_BYTES ? left : POPULATE_BYTES, MADV_POPULATE_WRITE);
+            more = !rr_populate_resident(mapping->base + at, left < POPULATE_BYTES ? left : POPULATE_BYTES);
         }
         pthread_rwlock_unlock(&core->mappings_lock);
     }

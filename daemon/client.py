@@ -87,6 +87,7 @@ class Client:
     lanes: dict[int, Memory] = field(default_factory=dict)  # by rail
     bounces: list[Memory] = field(default_factory=list)
     bounce_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    prefault_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one worker thread a client
     regions: dict[int, Region] = field(default_factory=dict)
     remotes: dict[int, Remote] = field(default_factory=dict)
     notes: dict[int, Note] = field(default_factory=dict)  # by transfer: the latest only

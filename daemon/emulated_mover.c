@@ -8,15 +8,13 @@
 #include <sys/stat.h>
 
 #include "emulated_mover.h"
+#include "populate.h"
 
 #define COPY_STEP_BYTES (256u << 10) /* host copies look at the clock in between */
 #define SPIN_NS 60000u               /* a sleep may last this much longer than asked for */
 #define IDLE_SPIN_NS 20000u
 #define LATENCY_NS 5000u /* a NIC has one too: a copy that ends within it after the wire has not held the wire up */
 #define CUDA_NOT_READY 600
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 
 int re_open(struct re_mover *m, int ring_fd, int kick_fd)
 {
@@ -90,7 +88,7 @@ int re_add_file(struct re_mover *m, uint64_t id, uint64_t base, uint64_t bytes, 
     struct rr_mapping *mapping = rr_map(fd, offset - into, bytes + into, &error);
     if (!mapping) return -error;
     *here = (uint64_t)(uintptr_t)mapping->base + into;
-    madvise(mapping->base, mapping->bytes, MADV_POPULATE_WRITE); /* refused before Linux 5.14 */
+    rr_populate_resident(mapping->base, mapping->bytes);
     error = insert(m, (struct re_memory){base, bytes, *here, mapping, id});
     if (error) rr_unmap(mapping);
     return error;

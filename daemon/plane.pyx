@@ -168,7 +168,9 @@ cdef extern from "atomics.h" nogil:
 cdef extern from "<sys/mman.h>" nogil:
     int madvise(void *, size_t, int)
 
-cdef int MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels refuse it, and pages are then mapped on first use
+cdef extern from "populate.h" nogil:
+    int MADV_POPULATE_WRITE
+    int rr_populate_resident(uint8_t *base, uint64_t bytes)
 
 COMMAND_DONE = RR_EVENT_COMMAND_DONE
 CONNECT_WANTED = RR_EVENT_CONNECT_WANTED
@@ -442,8 +444,12 @@ cdef class DataPlane:
         cdef rr_client *at = self.client(client)
         if at is NULL or region >= self.plane.regions_per_client:
             return
+        # Both are read before the GIL is given up: the client may be released meanwhile.
+        cdef rr_mapping found
         if at.regions[region].mapping is not NULL and at.regions[region].mapping.guard != RR_NONE:
-            prefault(at.regions[region].mapping.base, at.regions[region].mapping.bytes)
+            found = at.regions[region].mapping[0]
+            with nogil:
+                rr_populate_resident(found.base, found.bytes)
 
     def prefault_rail(self, uint32_t client, uint32_t rail):
         cdef rr_client *at = self.client(client)

@@ -263,7 +263,8 @@ class Requests:
                 ErrorCode.BAD_ARGUMENT, f"region of {message.bytes} bytes cannot be mapped: {failure}"
             ) from None
         try:
-            await run_on_worker(lambda: ctx.plane.prefault_region(client.row, index))
+            async with client.prefault_lock:
+                await run_on_worker(lambda: ctx.plane.prefault_region(client.row, index))
         except asyncio.CancelledError:  # the client leaves
             region.handed.close()
             raise

@@ -106,6 +106,27 @@ def test_nobody_waits_for_the_close_of_a_descriptor_too_many(node: Node) -> None
         others_work(node)
 
 
+def mapped_bytes(node: Node, name: str) -> int:
+    """Of the memfds of this name: what the daemon need not fault in any more."""
+    smaps = Path(f"/proc/{node.pid}/smaps").read_text()
+    found = re.findall(rf"/memfd:{name} .*\n(?:[A-Z]\w+: .*\n)*?Rss: +(\d+) kB", smaps)
+    return sum(int(kib) << 10 for kib in found)
+
+
+def test_the_daemon_takes_no_memory_for_a_client_that_registers_holes(node: Node) -> None:
+    pages, nbytes = [0, 7, 8, 4095], 256 << 20
+    fd = os.memfd_create("holes")
+    os.ftruncate(fd, nbytes)
+    for page in pages:
+        os.pwrite(fd, b"x", page * mmap.PAGESIZE)
+    with RawClient(node.socket, rank=2) as raw:
+        raw.attach()
+        raw.ask(register(raw, bytes=nbytes), protocol.Registered, (fd,))
+        assert os.fstat(fd).st_blocks * 512 == len(pages) * mmap.PAGESIZE
+        assert mapped_bytes(node, "holes") == len(pages) * mmap.PAGESIZE
+    os.close(fd)
+
+
 def test_huge_pages_that_their_owner_cuts_off_end_its_session_alone(node: Node) -> None:
     huge = int(re.findall(r"Hugepagesize:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0]) << 10
     fd = os.memfd_create("huge", MFD_HUGETLB)
