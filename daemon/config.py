@@ -69,7 +69,7 @@ EXAMPLE: Final = """\
 [limits]
 # max_clients = 64
 # clients_per_rank = 2
-# max_peers = 64
+# max_peers = 64                # of all clients; of those that it alone uses a client gets two thirds
 # max_exports = 4096            # regions opened by peers
 # regions_per_client = 1024
 # lanes_per_client = 16         # each takes relay.slots x slot_bytes

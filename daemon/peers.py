@@ -65,7 +65,7 @@ class Peer:
     local_rails: list[int] = field(default_factory=list)
     link: Link | None = None
     users: set[Client] = field(default_factory=set)
-    callers: int = 0  # of connect()
+    callers: list[Client] = field(default_factory=list)  # of connect(): one for each call
     openings: Counter[int] = field(default_factory=Counter)  # of regions by local clients, by handle
     fences: int = 0
     opening: int = 0  # queue pairs
@@ -79,6 +79,10 @@ class Peer:
     @property
     def connected(self) -> bool:
         return self.link is not None and not self.link.closed.done()
+
+    def is_of(self, client: Client) -> bool:
+        """Whether nobody else uses it or waits for it."""
+        return self.users | set(self.callers) == {client}
 
     def aborted(self, plane: DataPlane, owner: int, serial: int, tags: Iterable[int]) -> None:
         """Nothing with these tags may be sent to this client of the peer. RelayError: there cannot be such a client."""
@@ -177,8 +181,8 @@ class Peers:
             raise RelayError(ErrorCode.BAD_SESSION, str(failure)) from None
         deadline = time.monotonic() + timeout_s
         while True:
-            peer = self._by_session.get(session) or self._new_peer(session)
-            peer.callers += 1
+            peer = self._by_session.get(session) or self._new_peer(client, session)
+            peer.callers.append(client)
             try:
                 await self._link(peer, deadline)
                 peer.users.add(client)
@@ -189,7 +193,7 @@ class Peers:
             else:
                 return peer
             finally:
-                peer.callers -= 1
+                peer.callers.remove(client)
                 self._drop_unused(peer)
 
     def leave(self, client: Client) -> None:
@@ -214,10 +218,18 @@ class Peers:
         if not peer.users and not peer.callers:
             self.drop(peer, "")
 
-    def _new_peer(self, session: str) -> Peer:
+    def _new_peer(self, client: Client, session: str) -> Peer:
+        most, left = self._rows.count, self._rows.left
+        own = sum(peer.is_of(client) for peer in self._by_row.values() if not peer.gone)
+        if left and own >= 2 * left:  # a client gets what is free but for a part, so that others have some, too
+            raise RelayError(
+                ErrorCode.LIMIT,
+                f"{client} alone uses or waits for {own} of {most} peers, and {left} are left for all others;"
+                " raise limits.max_peers",
+            )
         row = self._rows.take()
         if row is None:
-            raise RelayError(ErrorCode.LIMIT, f"{self._rows.count} peers are connected already; raise limits.max_peers")
+            raise RelayError(ErrorCode.LIMIT, f"all {most} peers are in use or waited for; raise limits.max_peers")
         peer = self._by_row[row] = self._by_session[session] = Peer(row, session)
         self._show(peer, PeerState.CONNECTING)
         peer.keeper = self._ctx.spawn(self._keep(peer), f"control connection to {session}")

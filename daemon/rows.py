@@ -19,6 +19,10 @@ class Rows:
             return self._fresh - 1
         return self._freed.popleft() if self._freed else None
 
+    @property
+    def left(self) -> int:
+        return self.count - self._fresh + len(self._freed)
+
     def free(self, row: int) -> None:
         self._freed.append(row)
 

@@ -160,6 +160,21 @@ def test_huge_pages_that_their_owner_cuts_off_end_its_session_alone(node: Node) 
 # ---- peers ----
 
 
+def test_a_client_that_waits_for_peers_that_are_not_there_leaves_others_some(nodes: Nodes) -> None:
+    node = nodes.start(limits={"max_peers": 6})
+    with RawClient(node.socket, rank=2) as raw:
+        raw.attach()
+        for port in range(1, 7):
+            raw.send(protocol.ConnectPeer(raw.new_id(), f"127.0.0.1:{port}", LIMIT_S))
+        for _ in range(2):
+            failed, _ = raw.receive()
+            assert isinstance(failed, protocol.Failed)
+            assert failed.code == "limit"
+            assert "alone uses or waits for 4 of 6 peers, and 2 are left" in failed.text
+            assert "raise limits.max_peers" in failed.text
+        others_work(node)
+
+
 class FakePeer:
     """A peer's control port that answers each message of one connection by what ``answer`` makes of it."""
 
