@@ -178,8 +178,9 @@ class Client:
         way without a bounce copy on the decode side. Raises RegionError NO_MEMORY."""
         attachment = self._attachment
         attachment.connection.check()
+        chosen = self._rail(rail)
         fd, array = shared_memory(nbytes)
-        address, chosen = int(array.ctypes.data), self._rail(rail)
+        address = int(array.ctypes.data)
 
         def register(attachment: Attachment, region: Region) -> None:
             new_id = attachment.connection.new_id()

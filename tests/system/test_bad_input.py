@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import mmap
+import os
 import socket
 import threading
 import weakref
@@ -491,3 +492,11 @@ def test_more_senders_than_the_peer_serves_name_its_limit(nodes: Nodes) -> None:
         one.peer(decode.session)
         with pytest.raises(RelayError, match=r"serves 1 senders already; raise limits\.max_peers there"):
             two.peer(decode.session)
+
+
+def test_memory_for_a_rail_that_is_not_there_is_not_made(nodes: Nodes) -> None:
+    with nodes.start().connect() as client:
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(ArgumentError, match="rail 99"):
+            client.alloc(4096, rail=99)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
