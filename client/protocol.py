@@ -605,6 +605,12 @@ def parse_session(session: str) -> tuple[str, int]:
         raise ValueError(f"session {session!r}: an IPv6 address needs brackets, [v6]:port")
     if not colon or not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"session {session!r}: expected host:port or [v6]:port with a port from 1 to 65535")
+    try:
+        host.encode("idna")
+    except UnicodeError as failure:  # as the resolver would be told
+        raise ValueError(f"session {session!r}: {host!r} is no host name ({failure})") from None
+    if not host.isprintable():
+        raise ValueError(f"session {session!r}: {host!r} is no host name (it has characters that cannot be printed)")
     return host, int(port)
 
 

@@ -23,7 +23,11 @@ def test_session_is_parsed_and_formatted_back(text: str, host: str, port: int) -
 
 
 @pytest.mark.parametrize(
-    "text", ["", "node7", "node7:", ":4000", "node7:0", "node7:65536", "node7:x", "::1:4000", "a:٣"]
+    "text",
+    [
+        *["", "node7", "node7:", ":4000", "node7:0", "node7:65536", "node7:x", "::1:4000", "a:٣"],
+        *["..:1", "x" * 64 + ".y:1", "ä" * 70 + ":1", "\ud800:1", "a\0b:1"],
+    ],
 )
 def test_session_that_is_none_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="session "):
