@@ -42,13 +42,14 @@ def listening(config: Config) -> socket.socket:
 
 
 class ControlPort:
-    """Owns the listener. ``new_link()`` gives None for a connection that is one too many. Closes idempotently."""
+    """Owns the listener. ``new_link(address)`` gives None for a connection that is one too many. Closes
+    idempotently."""
 
     def __init__(
         self,
         listener: socket.socket,
         tls: ssl.SSLContext | None,
-        new_link: Callable[[], Link | None],
+        new_link: Callable[[str], Link | None],
         report: Report,
     ) -> None:
         listener.listen(_BACKLOG)
@@ -64,10 +65,16 @@ class ControlPort:
             task.cancel()
 
     def _accept(self, accepted: socket.socket) -> None:
-        link = self._new_link()
+        try:
+            address = str(accepted.getpeername()[0])
+        except OSError:  # it has gone already
+            accepted.close()
+            return
+        link = self._new_link(address)
         if link is None:
             accepted.close()
             return
+        link.address = address
         task = asyncio.get_running_loop().create_task(self._connect(link, accepted))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -75,7 +82,6 @@ class ControlPort:
     async def _connect(self, link: Link, accepted: socket.socket) -> None:
         tls = self._tls
         try:
-            link.address = accepted.getpeername()[0]
             if tls is not None and not await _speaks_tls(accepted):
                 tls, link.handlers = None, {protocol.Opening: lambda _: self._want_tls(link)}
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -94,6 +100,7 @@ class ControlPort:
             raise
 
     def _want_tls(self, link: Link) -> NoReturn:
+        link.handlers = {}
         wrong = (
             f"the peer at {link.address} connects without TLS; set security.tls_certificate, tls_key and tls_ca there"
         )

@@ -23,6 +23,7 @@ from railrelay.daemon.node_state import Report
 
 MAX_UNSENT_BYTES: Final = 16 * 1024 * 1024
 MAX_REQUESTS: Final = 1024
+MESSAGES_A_TURN: Final = 64  # of the event loop: others have theirs
 TEXT_CHARACTERS: Final = 1024  # of a refusal: local clients and the log get it
 
 R = TypeVar("R", bound=Message)
@@ -68,7 +69,9 @@ class Link(asyncio.Protocol):
         self._received = bytearray()
         self._pending: dict[int, asyncio.Future[Message]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._resting = False
         self._heard = False
+        self.greeted = False  # before, it is told and answered nothing but what handlers and requests are for
         self._pinging: asyncio.Task[None] | None = None
         self._reason = ""
 
@@ -134,7 +137,8 @@ class Link(asyncio.Protocol):
         return answer
 
     def keep_alive(self, silence_s: float) -> None:
-        """From now on the connection is closed when the other end is silent for so long."""
+        """The handshake is done. From now on the connection is closed when the other end is silent for so long."""
+        self.greeted = True
         self._pinging = asyncio.get_running_loop().create_task(self._ping(silence_s))
 
     def violate(self, what: str, code: ErrorCode = ErrorCode.PROTOCOL) -> None:
@@ -176,7 +180,7 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard = True
         self._received += data
-        if not self._holds:
+        if not self._holds and not self._resting:
             self._parse()
 
     def _hold(self) -> None:
@@ -188,11 +192,25 @@ class Link(asyncio.Protocol):
         self._holds = False
         if self._transport is not None and not self._reason:
             self._transport.resume_reading()
+            if not self._resting:
+                self._parse()
+
+    def _rest(self) -> None:
+        """The others have their turn; nothing more is read meanwhile."""
+        self._resting = True
+        assert self._transport is not None
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._rested)
+
+    def _rested(self) -> None:
+        self._resting = False
+        if self._transport is not None and not self._reason and not self._holds:
+            self._transport.resume_reading()
             self._parse()
 
     def _parse(self) -> None:
         prefix = protocol.LENGTH_PREFIX
-        at = 0
+        at = taken = 0
         while not self._reason and not self._holds and len(self._received) - at >= prefix.size:
             (length,) = prefix.unpack_from(self._received, at)
             if length > self.most_bytes:
@@ -203,6 +221,9 @@ class Link(asyncio.Protocol):
                     self.violate(f"message of {length} bytes; at most {self.most_bytes}")
                 return
             if len(self._received) - at - prefix.size < length:
+                break
+            if taken == MESSAGES_A_TURN:
+                self._rest()
                 break
             start = at + prefix.size
             packet = self._unsealed(bytes(self._received[start : start + length]))
@@ -215,6 +236,7 @@ class Link(asyncio.Protocol):
                 self.violate(f"not a message ({failure})")
                 return
             at = start + length
+            taken += 1
             self._take(message)
         del self._received[:at]
 
@@ -228,14 +250,15 @@ class Link(asyncio.Protocol):
         return packet if good else None
 
     def _take(self, message: protocol.PeerMessage) -> None:
-        if isinstance(message, _REPLIES) or (isinstance(message, _HANDSHAKE) and message.id in self._pending):
+        late = self.greeted and isinstance(message, _REPLIES)  # perhaps
+        if isinstance(message, _REPLIES + _HANDSHAKE) and (late or message.id in self._pending):
             future = self._pending.get(message.id)
             if future is not None and not future.done():  # else its waiter has given up
                 future.set_result(message)
                 if message.id == self._hold_after:
                     self._hold()
             return
-        if isinstance(message, protocol.Ping):
+        if isinstance(message, protocol.Ping) and self.greeted:
             self.send(protocol.PeerDone(message.id))
             return
         handler = self.handlers.get(type(message))

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import ipaddress
 import logging
 import socket
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -42,6 +43,7 @@ from railrelay.shm_layout import faults
 
 HELLO_TIMEOUT_S: Final = 5.0
 MAX_STRANGERS: Final = 64  # control connections that have not authenticated, or said Hello, yet
+STRANGERS_OF_A_HOST: Final = 16
 KEPT_FENCES: Final = 1024  # a session, of those that wait for nothing
 LONGEST_NEWS_WAIT_S: Final = 60.0
 KEPT_NOTES: Final = 4096  # ids of delivered notes a session, to tell a repeated one
@@ -126,27 +128,46 @@ class Sessions:
         self._by_instance: dict[int, Session] = {}
         self._by_connection: dict[int, Session] = {}
         self._unsettled: dict[int, Fenced] = {}  # by connection
-        self._strangers: set[Link] = set()
+        self._strangers: dict[Link, str] = {}  # oldest first; where each comes from
 
     # ---- control connections ----
 
-    def new_link(self) -> Link | None:
+    def new_link(self, address: str) -> Link | None:
         """For a connection that was accepted. None: it is one too many."""
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._ctx.state.error(
-                ErrorCode.LIMIT, f"{MAX_STRANGERS} control connections without Hello; another was closed"
-            )
+        origin = _origin(address)
+        if not self._make_room(origin):
             return None
         link = Link(self._ctx.state.error)
         link.most_bytes = protocol.STRANGER_MESSAGE_BYTES
         link.handlers = {protocol.Opening: lambda opening: self._opening(link, opening)}
-        self._strangers.add(link)
-        link.closed.add_done_callback(lambda _: self._strangers.discard(link))
+        self._strangers[link] = origin
+        link.closed.add_done_callback(lambda _: self._strangers.pop(link, None))
         asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, self._expect_hello, link)
         return link
 
+    def _make_room(self, origin: str) -> bool:
+        """For one more stranger from there: the oldest of the host that has most is given up for one of a host that has
+        fewer, or of the same."""
+        share = Counter(self._strangers.values())
+        if share[origin] >= STRANGERS_OF_A_HOST:
+            crowd, limit = origin, f"{STRANGERS_OF_A_HOST} control connections of {origin} without Hello"
+        elif len(self._strangers) >= MAX_STRANGERS:
+            crowd, limit = share.most_common(1)[0][0], f"{MAX_STRANGERS} control connections without Hello"
+        else:
+            return True
+        fair = crowd == origin or share[crowd] > share[origin] + 1
+        which = f"the oldest of {crowd}" if fair else f"another of {origin}"
+        text = f"{limit}; {which} was closed, and connects again by itself if it is a daemon"
+        self._ctx.state.error(ErrorCode.LIMIT, text, key="control connections without Hello")
+        if fair:
+            oldest = next(link for link, where in self._strangers.items() if where == crowd)
+            del self._strangers[oldest]
+            oldest.close(text)
+        return fair
+
     def _opening(self, link: Link, opening: protocol.Opening) -> Answer:
         own = self._ctx
+        link.handlers = {}
         if opening.protocol != protocol.PROTOCOL_VERSION:
             raise RelayError(
                 ErrorCode.VERSION,
@@ -222,7 +243,7 @@ class Sessions:
             if session is not None:
                 self._end(session, "started anew")
             session = self._new_session(instance, hello)
-        self._strangers.discard(link)
+        self._strangers.pop(link, None)
         welcome = protocol.Welcome(hello.id, session.index, self._ctx.rails, b"")
         messages = (opening, challenge, hello)
         link.send(_proved(welcome, secret, messages))
@@ -720,6 +741,14 @@ class Sessions:
                 session.linger.cancel()
             if session.link is not None:
                 session.link.close("the daemon ends")
+
+
+def _origin(address: str) -> str:
+    """Of IPv6 its network: a host has as many addresses there as it likes."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
 W = TypeVar("W", protocol.Welcome, protocol.Looked)

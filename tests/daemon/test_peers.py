@@ -24,7 +24,7 @@ from railrelay.daemon.context import Context
 from railrelay.daemon.link import Link
 from railrelay.daemon.offers import Offers
 from railrelay.daemon.peers import Peer, Peers, Sender
-from railrelay.daemon.sessions import Session, Sessions
+from railrelay.daemon.sessions import MAX_STRANGERS, STRANGERS_OF_A_HOST, Session, Sessions
 from railrelay.daemon.takeover import Pair, Takeover
 from railrelay.daemon.verbs import Keys, RailPort, Verbs
 
@@ -599,9 +599,31 @@ def test_registration_that_cannot_be_ended_keeps_no_other() -> None:
 # ---- the receiving side ----
 
 
+def sessions_of(node: Node) -> Sessions:
+    return Sessions(node.ctx, cast("Rails", None), Offers("here:1", 16), cast("Flush", None))
+
+
+def test_no_host_takes_the_places_of_others_before_it_has_authenticated() -> None:
+    async def scenario(node: Node) -> None:
+        sessions = sessions_of(node)
+
+        def came(address: str, count: int) -> list[Link]:
+            return [link for _ in range(count) if (link := sessions.new_link(address)) is not None]
+
+        crowd = came("10.0.0.1", STRANGERS_OF_A_HOST + 1)
+        assert [link.closed.done() for link in crowd] == [True] + [False] * STRANGERS_OF_A_HOST
+        hosts = [came(f"2001:db8::{host:x}:0:0:0:1", 1)[0] for host in range(MAX_STRANGERS - STRANGERS_OF_A_HOST)]
+        neighbours = came("2001:db8:1::1", 2) + came("2001:db8:1::2", 1)  # all places are taken
+        assert [link.closed.done() for link in crowd] == [True] * 4 + [False] * (STRANGERS_OF_A_HOST - 3)
+        assert not any(link.closed.done() for link in hosts + neighbours)
+        sessions.close()
+
+    on_node(scenario)
+
+
 def test_debt_that_ends_before_it_is_paid_is_no_error() -> None:
     async def scenario(node: Node) -> None:
-        sessions = Sessions(node.ctx, cast("Rails", None), Offers("here:1", 16), cast("Flush", None))
+        sessions = sessions_of(node)
         session, link = Session(0, 7, "there:1", rail_facts()), Link(node.ctx.state.error)
         session.owed["gone", 5, 0] = lambda number: protocol.PeerRegionGone(number, 5)
         sessions._connect(session, link)

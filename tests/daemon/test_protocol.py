@@ -1,6 +1,7 @@
 """Session ids, the framing of the peer plane, and what becomes of a peer that breaks it."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import pytest
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
-from railrelay.daemon.link import Link, LinkLost, LinkSilent, PeerRefused
+from railrelay.daemon.link import MESSAGES_A_TURN, Link, LinkLost, LinkSilent, PeerRefused
 
 TIME_LIMIT_S = 10
 
@@ -68,6 +69,7 @@ def on_wire(scenario: Scenario) -> None:
 
         def new_link() -> Link:
             links.append(Link(report))
+            links[-1].greeted = True
             return links[-1]
 
         server = await asyncio.get_running_loop().create_server(new_link, "127.0.0.1", 0)
@@ -118,6 +120,36 @@ def test_violation_closes_the_connection_with_one_report(stream: bytes) -> None:
         assert await wire.reader.read() == b""
         assert [code for code, _ in wire.reports] == [ErrorCode.PROTOCOL]
         assert wire.link.closed.done()
+
+    on_wire(scenario)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [protocol.Ping(1), protocol.PeerDone(1), protocol.Refused(1, "busy", ""), protocol.Looked(1, [], [], b"")],
+)
+def test_nothing_but_the_handshake_is_taken_before_it_is_done(message: protocol.PeerMessage) -> None:
+    async def scenario(wire: Wire) -> None:
+        wire.link.greeted = False
+        await wire.send(message)
+        assert await wire.reader.read() == b""
+        assert [code for code, _ in wire.reports] == [ErrorCode.PROTOCOL]
+
+    on_wire(scenario)
+
+
+def test_who_sends_much_takes_no_turn_of_the_others() -> None:
+    async def scenario(wire: Wire) -> None:
+        seen: list[protocol.PeerCloseRegion] = []
+        wire.link.handlers = {protocol.PeerCloseRegion: seen.append}
+        packets = [protocol.encode(protocol.PeerCloseRegion(number, 7)) for number in range(5000)]
+        wire.writer.write(b"".join(protocol.LENGTH_PREFIX.pack(len(packet)) + packet for packet in packets))
+        turns = [0]
+        while len(seen) < len(packets):
+            await asyncio.sleep(0)
+            turns.append(len(seen))
+        assert max(after - before for before, after in itertools.pairwise(turns)) <= MESSAGES_A_TURN
+        assert [message.id for message in seen] == list(range(len(packets)))
 
     on_wire(scenario)
 

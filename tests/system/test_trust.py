@@ -185,6 +185,8 @@ def test_nothing_is_answered_before_the_secret_is_shown(guarded: Node, secret: b
         lambda peer: protocol.RailConnect(peer.new_id(), 0, 0, False, 1),
         lambda peer: protocol.FenceRail(peer.new_id(), 1),
         lambda peer: protocol.PeerNote(peer.new_id(), 0, 1, b""),
+        lambda peer: protocol.Ping(peer.new_id()),
+        lambda peer: protocol.PeerDone(peer.new_id()),
         lambda peer: protocol.Look(peer.new_id(), []),
         lambda peer: protocol.Hello(peer.new_id(), peer.session, 0, FACTS, []),
     ]
@@ -195,7 +197,7 @@ def test_nothing_is_answered_before_the_secret_is_shown(guarded: Node, secret: b
                     peer.open()
                 peer.send(make(peer))
                 answer = peer.receive()
-                assert answer is None or isinstance(answer, protocol.Refused), make
+                assert answer is None or isinstance(answer, protocol.Refused), answer
                 assert peer.hears_the_end()
     with RawPeer.dial(guarded.session) as peer:
         peer.greet(secret)
