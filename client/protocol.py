@@ -394,9 +394,12 @@ class Welcome(Message, frozen=True, tag="Welcome"):
 
 
 class Refused(Message, frozen=True, tag="Refused"):
+    """proof: of a daemon that refuses who has authenticated, by its secret."""
+
     id: int
     code: str
     text: str
+    proof: bytes = b""
 
 
 class PeerOpenRegion(Message, frozen=True, tag="PeerOpenRegion"):

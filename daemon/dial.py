@@ -42,7 +42,8 @@ async def greet(
     link: Link, secrets: Secrets, instance: int, say: Callable[[int], Q], reply: type[R], timeout_s: float
 ) -> tuple[protocol.Challenge, R]:
     """Authenticates both ends, if there is a secret. ``say(id)``: the second message, without proofs. What comes behind
-    the answer waits for handlers. LinkLost, LinkSilent, PeerRefused; UNAUTHENTICATED if the secret cannot be read."""
+    the answer waits for handlers. LinkLost, LinkSilent; PeerRefused, proved if it is so; UNAUTHENTICATED if the secret
+    cannot be read."""
     known = secrets.usable()
     opening = protocol.Opening(link.new_id(), protocol.PROTOCOL_VERSION, instance, authentication.nonce())
     try:
@@ -61,12 +62,28 @@ async def greet(
         raise PeerRefused(ErrorCode.VERSION, text)
     bare = say(link.new_id())
     said = msgspec.structs.replace(bare, proofs=authentication.proofs(known, CONNECTING, (opening, challenge, bare)))
-    answer = await link.request(said, reply, timeout_s, then_hold=True)
+    try:
+        answer = await link.request(said, reply, timeout_s, then_hold=True)
+    except PeerRefused as refusal:
+        if refusal.answer is not None:
+            prover = _prover(known, (opening, challenge, said), refusal.answer)
+            refusal.proved = not known or prover is not None
+        raise
     if known:
-        messages = (opening, challenge, said, msgspec.structs.replace(answer, proof=b""))
-        secret = authentication.matching(known, ACCEPTING, messages, [answer.proof])
+        secret = _prover(known, (opening, challenge, said), answer)
         if secret is None:
             text = "lets this daemon in but does not prove that it has the secret itself; it is not what it seems"
             raise PeerRefused(ErrorCode.UNAUTHENTICATED, text)
+        messages = (opening, challenge, said, msgspec.structs.replace(answer, proof=b""))
         link.keys = authentication.keys(secret, CONNECTING, messages)
     return challenge, answer
+
+
+def _prover(
+    known: list[bytes],
+    messages: tuple[protocol.PeerMessage, ...],
+    answer: protocol.Welcome | protocol.Looked | protocol.Refused,
+) -> bytes | None:
+    """The secret by which the answer is proved."""
+    bare = msgspec.structs.replace(answer, proof=b"")
+    return authentication.matching(known, ACCEPTING, (*messages, bare), [answer.proof])

@@ -50,7 +50,14 @@ class LinkSilent(RelayError):
 
 
 class PeerRefused(RelayError):
-    """The peer answered that it will not."""
+    """The peer answered that it will not. proved: whoever answered so has the secret, if there is one."""
+
+    def __init__(
+        self, code: ErrorCode, text: str, answer: protocol.Refused | None = None, *, proved: bool = False
+    ) -> None:
+        super().__init__(code, text)
+        self.answer = answer
+        self.proved = proved
 
 
 class Link(asyncio.Protocol):
@@ -130,7 +137,7 @@ class Link(asyncio.Protocol):
             self._pending.pop(message.id, None)
         if isinstance(answer, protocol.Refused):
             code = ErrorCode(answer.code) if answer.code in set(ErrorCode) else ErrorCode.PEER_REFUSED
-            raise PeerRefused(code, answer.text[:TEXT_CHARACTERS])
+            raise PeerRefused(code, answer.text[:TEXT_CHARACTERS], answer)
         if not isinstance(answer, reply):
             self.violate(f"answered {type(message).__name__} by {type(answer).__name__}")
             raise LinkLost(ErrorCode.PROTOCOL, self._reason)

@@ -285,12 +285,16 @@ class Peers:
             try:
                 link = await self._dial(peer)
             except PeerRefused as refusal:
-                if refusal.code is not ErrorCode.DRAINING or not peer.instance:
-                    stranger = refusal.code is ErrorCode.UNAUTHENTICATED
-                    code = ErrorCode.UNAUTHENTICATED if stranger else ErrorCode.PEER_LOST
-                    self.drop(peer, f"refused: {refusal.text}", code)
+                stranger = refusal.code is ErrorCode.UNAUTHENTICATED
+                code = ErrorCode.UNAUTHENTICATED if stranger else ErrorCode.PEER_LOST
+                text = f"refused: {refusal.text}"
+                # Slices are settled by the word of the peer itself that it has ended the session, and by nothing else.
+                if not peer.instance or (refusal.proved and refusal.code is ErrorCode.PEER_LOST):
+                    self.drop(peer, text, code)
                     return
-                peer.failure = refusal
+                peer.failure = RelayError(refusal.code, f"peer {peer.session} {text}")
+                if refusal.code is not ErrorCode.DRAINING:
+                    self._ctx.state.error(refusal.code, peer.failure.text)
             except (OSError, RelayError) as failure:
                 reason = "no answer" if isinstance(failure, TimeoutError) else str(failure)
                 stranger = isinstance(failure, RelayError) and failure.code is ErrorCode.UNAUTHENTICATED
@@ -880,7 +884,7 @@ def _left(deadline: float) -> float:
 
 def _check_same(peer: Peer, challenge: protocol.Challenge, welcome: protocol.Welcome) -> None:
     if peer.instance and (challenge.instance, len(welcome.rails)) != (peer.instance, len(peer.rails)):
-        raise PeerRefused(ErrorCode.PEER_LOST, "another instance answers")
+        raise PeerRefused(ErrorCode.PEER_LOST, "another instance answers", proved=True)
 
 
 def _same_rails(own: list[RailFacts], theirs: list[RailFacts]) -> list[int]:

@@ -225,27 +225,15 @@ class Sessions:
     def _hello(
         self, link: Link, opening: protocol.Opening, challenge: protocol.Challenge, hello: protocol.Hello
     ) -> Answer:
-        secret = self._authenticated(link, opening, challenge, hello)
-        self._check_certificate(link, hello)
-        if self._ctx.draining:
-            raise RelayError(ErrorCode.DRAINING, f"{self._ctx.session} is going down")
-        if not hello.session.isprintable() or len(hello.session) > SESSION_CHARACTERS:
-            raise RelayError(ErrorCode.PROTOCOL, f"session {hello.session[:64]!r}: expected host:port")
-        instance = opening.instance
-        check_facts(hello.session, instance, hello.rails)
-        session = self._by_instance.get(instance)
-        if hello.expect:
-            if hello.expect != self._ctx.instance or session is None:
-                raise RelayError(
-                    ErrorCode.PEER_LOST, f"{self._ctx.session} does not know this session: it restarted or gave up"
-                )
-        else:
-            if session is not None:
-                self._end(session, "started anew")
-            session = self._new_session(instance, hello)
+        secret, messages = self._authenticated(link, opening, challenge, hello), (opening, challenge, hello)
+        try:
+            session = self._welcomed(link, opening.instance, hello)
+        except RelayError as failure:
+            if failure.code is ErrorCode.PROTOCOL:
+                raise
+            return _proved(protocol.Refused(hello.id, failure.code, failure.text), secret, messages)
         self._strangers.pop(link, None)
         welcome = protocol.Welcome(hello.id, session.index, self._ctx.rails, b"")
-        messages = (opening, challenge, hello)
         link.send(_proved(welcome, secret, messages))
         link.most_bytes = protocol.PEER_MESSAGE_BYTES
         if secret is not None:
@@ -253,6 +241,25 @@ class Sessions:
         self._connect(session, link)
         faults.point("daemon.session.made")
         return None
+
+    def _welcomed(self, link: Link, instance: int, hello: protocol.Hello) -> Session:
+        """The session of who has authenticated. RelayError."""
+        self._check_certificate(link, hello)
+        if self._ctx.draining:
+            raise RelayError(ErrorCode.DRAINING, f"{self._ctx.session} is going down")
+        if not hello.session.isprintable() or len(hello.session) > SESSION_CHARACTERS:
+            raise RelayError(ErrorCode.PROTOCOL, f"session {hello.session[:64]!r}: expected host:port")
+        check_facts(hello.session, instance, hello.rails)
+        session = self._by_instance.get(instance)
+        if hello.expect:
+            if hello.expect != self._ctx.instance or session is None:
+                raise RelayError(
+                    ErrorCode.PEER_LOST, f"{self._ctx.session} does not know this session: it restarted or gave up"
+                )
+            return session
+        if session is not None:
+            self._end(session, "started anew")
+        return self._new_session(instance, hello)
 
     def _check_certificate(self, link: Link, hello: protocol.Hello) -> None:
         """With TLS: that of who connects names the host of its session. Its chain has been checked."""
@@ -751,7 +758,7 @@ def _origin(address: str) -> str:
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
-W = TypeVar("W", protocol.Welcome, protocol.Looked)
+W = TypeVar("W", protocol.Welcome, protocol.Looked, protocol.Refused)
 
 
 def _proved(answer: W, secret: bytes | None, messages: tuple[protocol.PeerMessage, ...]) -> W:

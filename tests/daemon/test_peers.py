@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import os
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -17,8 +19,8 @@ import pytest
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Endpoint, RailFacts
-from railrelay.daemon import config, dmabuf
-from railrelay.daemon.authentication import Secrets
+from railrelay.daemon import authentication, config, dmabuf
+from railrelay.daemon.authentication import ACCEPTING, Secrets
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.context import Context
 from railrelay.daemon.link import Link
@@ -90,6 +92,7 @@ class Plane:
         asyncio.get_running_loop().call_soon(self.commands.answered, arguments[-1], 0)
 
     def drop_peer(self, *arguments: int) -> None:
+        self.calls.append(("drop_peer", arguments[:1]))
         asyncio.get_running_loop().call_soon(self.commands.answered, arguments[-1], 0)
 
     def add_peer(self, row: int, rails: int) -> None:
@@ -153,6 +156,10 @@ class User:
 
     def __init__(self) -> None:
         self.remotes: dict[int, object] = {}
+        self.told: list[protocol.Message] = []
+
+    def send(self, message: protocol.Message) -> None:
+        self.told.append(message)
 
 
 class Receiver:
@@ -270,6 +277,67 @@ def test_region_that_another_client_goes_on_writing_is_closed_without_a_drain() 
             await until(lambda: len(receiver.told) == 2)
             assert drains() == 1
             assert [message.handle for message in receiver.told if isinstance(message, close)] == [5, 5]
+
+    on_node(scenario)
+
+
+class Refusing(Receiver):
+    """Has a secret, and refuses what says Hello while it has a reason to."""
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__()
+        self.secret = secret
+        self.reason: ErrorCode | None = None
+        self.proves = True
+        self.refused = 0
+        self.handshake: list[protocol.PeerMessage] = []
+
+    def answers(self, message: protocol.PeerMessage) -> list[protocol.PeerMessage]:
+        if isinstance(message, protocol.Opening):
+            self.handshake = [message, *super().answers(message)]
+            return self.handshake[1:]
+        if not isinstance(message, protocol.Hello):
+            return []
+        answer: protocol.Welcome | protocol.Refused = protocol.Welcome(message.id, 0, rail_facts(), b"")
+        if self.reason is not None:
+            self.refused += 1
+            answer = protocol.Refused(message.id, self.reason, "not you")
+        proof = authentication.proof(self.secret, ACCEPTING, (*self.handshake, message, answer))
+        return [msgspec.structs.replace(answer, proof=proof if self.proves else bytes(32))]
+
+
+@pytest.mark.parametrize(
+    ("reason", "proves"),
+    [
+        (ErrorCode.UNAUTHENTICATED, True),
+        (ErrorCode.LIMIT, True),
+        (ErrorCode.VERSION, True),
+        (ErrorCode.PEER_LOST, False),
+    ],
+)
+def test_only_the_peers_own_word_that_the_session_has_ended_ends_what_was_sent(
+    tmp_path: Path, reason: ErrorCode, proves: bool
+) -> None:
+    secret = b"s" * 32
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    path.write_bytes(secret)
+
+    async def scenario(node: Node) -> None:
+        node.ctx = dataclasses.replace(node.ctx, secrets=Secrets(config.Security(secret_files=(str(path),))))
+        receiver = Refusing(secret)
+        async with connected(node, receiver) as (_, peer):
+            assert peer.link is not None
+            receiver.reason, receiver.proves = reason, proves
+            peer.link.close("cut")
+            await until(lambda: receiver.refused == 2)  # it tries again
+            assert not peer.gone
+            receiver.reason, receiver.proves = None, True
+            await until(lambda: peer.connected)
+            receiver.reason = ErrorCode.PEER_LOST
+            peer.link.close("cut again")
+            await until(lambda: peer.gone)
+            await until(lambda: ("drop_peer", (peer.row,)) in node.plane.calls)
 
     on_node(scenario)
 

@@ -19,7 +19,7 @@ from helpers.nodes import Node, Nodes, config_text, new_instance
 from helpers.raw_peer import FACTS, RawPeer, Refused, new_secret
 from helpers.waiting import until
 
-from railrelay.client import ErrorCode, PeerError, RegionError, protocol
+from railrelay.client import ErrorCode, PeerError, RegionError, Result, Transfer, TransferError, protocol
 from railrelay.daemon import authentication, checks, config
 from railrelay.daemon.authentication import CONNECTING
 from railrelay.shm_layout import abi, segment
@@ -145,6 +145,42 @@ def test_a_secret_is_replaced_while_daemons_run(nodes: Nodes, tmp_path: Path, se
     assert unauthenticated(prefill) == unauthenticated(decode) == []
     with RawPeer.dial(decode.session) as old, pytest.raises(Refused, match="none of the 2 secrets"):
         old.greet(secret)
+
+
+def test_transfers_outlast_a_refusal_while_a_secret_is_replaced(nodes: Nodes, tmp_path: Path, secret: bytes) -> None:
+    """Who is refused learns nothing of what it has sent."""
+    own = Path(secret_file(tmp_path, secret))
+    prefill = nodes.start(security={"secret_files": [str(own)]})
+    decode = nodes.start(security={"secret_files": [secret_file(tmp_path, secret)]})
+    with prefill.connect(0) as sender, decode.connect(0) as receiver:
+        link = memory.link(sender, receiver, NBYTES)
+
+        def send() -> Transfer:
+            return sender.write(link.remote, [link.source.address], [link.remote.address], NBYTES, timeout=60)
+
+        send().wait(30)
+        own.write_bytes(new_secret())
+        sockets.cut(prefill, decode, control=True)
+        transfer = send()
+        until(lambda: unauthenticated(prefill), "it is refused")
+        assert not transfer.done
+        own.write_bytes(secret)
+        transfer.wait(30)
+
+
+def test_a_daemon_with_a_secret_that_restarts_says_that_it_has_ended_the_sessions(nodes: Nodes, known: Options) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    prefill, decode = nodes.start(security=known), nodes.start(security=known, node={"port": port})
+    with prefill.connect(0) as sender:
+        with decode.connect(0, reattach=False) as receiver:
+            link = memory.link(sender, receiver, NBYTES)
+            decode.kill()
+        transfer = sender.write(link.remote, [link.source.address], [link.remote.address], NBYTES, timeout=60)
+        nodes.start(security=known, node={"port": port})
+        with pytest.raises(TransferError) as failure:
+            transfer.wait(30)
+        assert failure.value.result is Result.PEER_LOST
 
 
 def test_a_secret_that_others_may_read_stops_the_start_and_later_every_handshake(
