@@ -9,8 +9,9 @@ import asyncio
 import hmac
 import inspect
 import itertools
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -22,7 +23,9 @@ from railrelay.daemon.authentication import SEAL_BYTES, Keys
 from railrelay.daemon.node_state import Report
 
 MAX_UNSENT_BYTES: Final = 16 * 1024 * 1024
-MAX_REQUESTS: Final = 1024
+MAX_REQUESTS: Final = 1024  # that come, at a time
+MAX_UNANSWERED: Final = MAX_REQUESTS // 2  # that go, at a time: the other end takes MAX_REQUESTS
+MAX_WAITING: Final = 16 * MAX_REQUESTS  # that are to go
 MESSAGES_A_TURN: Final = 64  # of the event loop: others have theirs
 TEXT_CHARACTERS: Final = 1024  # of a refusal: local clients and the log get it
 
@@ -75,6 +78,8 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._pending: dict[int, asyncio.Future[Message]] = {}
+        self._unanswered: set[int] = set()  # by id, whether or not somebody still waits for the answer
+        self._waiting: deque[protocol.PeerMessage | asyncio.Future[None]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._resting = False
         self._heard = False
@@ -125,7 +130,13 @@ class Link(asyncio.Protocol):
         self._pending[message.id] = future
         if then_hold:
             self._hold_after = message.id
-        self.send(message)
+        if isinstance(message, protocol.Ping):  # the other end counts none
+            self.send(message)
+        else:
+            self._waiting.append(message)
+            self._send_waiting()
+            if len(self._waiting) > MAX_WAITING:
+                self.violate(f"does not answer: {MAX_WAITING} requests wait")
         try:
             async with asyncio.timeout(timeout_s):  # wait_for() may swallow a cancel that comes with the answer
                 answer = await future
@@ -142,6 +153,29 @@ class Link(asyncio.Protocol):
             self.violate(f"answered {type(message).__name__} by {type(answer).__name__}")
             raise LinkLost(ErrorCode.PROTOCOL, self._reason)
         return answer
+
+    async def sent(self) -> None:
+        """All requests so far are on their way. LinkLost."""
+        if self._reason:
+            raise LinkLost(ErrorCode.CONNECTION_LOST, self._reason)
+        if self._waiting:
+            mark: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(mark)
+            await mark
+
+    def _send_waiting(self) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            if not isinstance(first, asyncio.Future) and len(self._unanswered) >= MAX_UNANSWERED:
+                return
+            self._waiting.popleft()
+            if isinstance(first, asyncio.Future):
+                if not first.done():
+                    first.set_result(None)
+            else:
+                assert not isinstance(first, _EVENTS)
+                self._unanswered.add(first.id)
+                self.send(first)
 
     def keep_alive(self, silence_s: float) -> None:
         """The handshake is done. From now on the connection is closed when the other end is silent for so long."""
@@ -169,7 +203,10 @@ class Link(asyncio.Protocol):
             self._pinging.cancel()
         for task in self._tasks:
             task.cancel()
-        for future in self._pending.values():
+        marks = [one for one in self._waiting if isinstance(one, asyncio.Future)]
+        self._waiting.clear()
+        ends: list[asyncio.Future[Any]] = [*self._pending.values(), *marks]
+        for future in ends:
             if not future.done():
                 future.set_exception(LinkLost(ErrorCode.CONNECTION_LOST, reason))
         if not self.closed.done():
@@ -264,6 +301,8 @@ class Link(asyncio.Protocol):
                 future.set_result(message)
                 if message.id == self._hold_after:
                     self._hold()
+            self._unanswered.discard(message.id)
+            self._send_waiting()
             return
         if isinstance(message, protocol.Ping) and self.greeted:
             self.send(protocol.PeerDone(message.id))

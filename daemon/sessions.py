@@ -19,9 +19,9 @@ import logging
 import socket
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -44,6 +44,7 @@ from railrelay.shm_layout import faults
 HELLO_TIMEOUT_S: Final = 5.0
 MAX_STRANGERS: Final = 64  # control connections that have not authenticated, or said Hello, yet
 STRANGERS_OF_A_HOST: Final = 16
+DEBTS_AT_A_TIME: Final = 64
 KEPT_FENCES: Final = 1024  # a session, of those that wait for nothing
 LONGEST_NEWS_WAIT_S: Final = 60.0
 KEPT_NOTES: Final = 4096  # ids of delivered notes a session, to tell a repeated one
@@ -111,6 +112,7 @@ class Session:
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)  # local and remote rail -> latest connection
     probes: dict[int, Probe] = field(default_factory=dict)  # by connection
     owed: dict[Debt, Callable[[int], protocol.PeerMessage]] = field(default_factory=dict)
+    paying: asyncio.Future[None] | None = None  # ends when what was owed at the last connection is on its way
     told: dict[int, tuple[int, Link | None]] = field(default_factory=dict)  # client's row -> its serial, and where
     linger: asyncio.TimerHandle | None = None
     ended: bool = False
@@ -310,11 +312,31 @@ class Sessions:
         }
         link.keep_alive(self._ctx.config.timeouts.peer_s)
         link.closed.add_done_callback(lambda _: self._link_lost(session, link))
-        for debt in list(session.owed):
-            self._ctx.spawn(self._pay(session, link, debt), f"what {session.name} must know")
+        session.paying = None
+        if session.owed:
+            session.paying = asyncio.get_running_loop().create_future()
+            debts, told = iter(list(session.owed)), session.paying
+            for _ in range(min(DEBTS_AT_A_TIME, len(session.owed))):
+                self._ctx.spawn(self._pay_some(session, link, debts, told), f"what {session.name} must know")
+
+    async def _pay_some(self, session: Session, link: Link, debts: Iterator[Debt], told: asyncio.Future[None]) -> None:
+        """Of debts that others pay, too. A sender gets no queue pair before it has been told them all."""
+        for debt in debts:
+            if session.link is not link:
+                break
+            await self._pay(session, link, debt)
+        if not told.done():  # the others wait for answers
+            told.set_result(None)
+
+    async def _told(self, session: Session, link: Link) -> None:
+        """What is owed so far is on its way. LinkLost."""
+        paying = session.paying
+        if session.link is link and paying is not None:
+            ends: list[asyncio.Future[Any]] = [paying, link.closed]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await link.sent()
 
     async def _pay(self, session: Session, link: Link, debt: Debt) -> None:
-        """The sender has asked for nothing over this connection yet."""
         reply = protocol.PeerDone if debt[0] == "gone" else protocol.PeerAborted
         owed = session.owed.get(debt)
         if owed is None:  # the region was closed meanwhile
@@ -530,6 +552,9 @@ class Sessions:
             if not message.probe:
                 await self._flush.prepare(rail, through)
             number, endpoint = await ctx.verbs.open(rail, through, answers=remote)
+            with contextlib.suppress(RelayError):  # it is looked at below
+                if link is not None:
+                    await self._told(session, link)
         finally:
             session.opening -= 1
         if session.ended or session.link is not link:

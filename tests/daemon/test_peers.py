@@ -26,7 +26,7 @@ from railrelay.daemon.context import Context
 from railrelay.daemon.link import Link
 from railrelay.daemon.offers import Offers
 from railrelay.daemon.peers import Peer, Peers, Sender
-from railrelay.daemon.sessions import MAX_STRANGERS, STRANGERS_OF_A_HOST, Session, Sessions
+from railrelay.daemon.sessions import DEBTS_AT_A_TIME, MAX_STRANGERS, STRANGERS_OF_A_HOST, Session, Sessions
 from railrelay.daemon.takeover import Pair, Takeover
 from railrelay.daemon.verbs import Keys, RailPort, Verbs
 
@@ -701,6 +701,46 @@ def test_debt_that_ends_before_it_is_paid_is_no_error() -> None:
         session.ended = True
         link.close("the test ends")
         assert node.state.errors == []
+
+    on_node(scenario)
+
+
+def test_many_debts_are_paid_a_few_at_a_time_and_before_a_queue_pair_is_given() -> None:
+    async def scenario(node: Node) -> None:
+        sessions, session, link = sessions_of(node), Session(0, 7, "there:1", rail_facts()), Link(node.ctx.state.error)
+        server = await asyncio.get_running_loop().create_server(lambda: link, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+
+        async def received() -> protocol.PeerMessage:
+            (length,) = protocol.LENGTH_PREFIX.unpack(await reader.readexactly(protocol.LENGTH_PREFIX.size))
+            return protocol.peer_message(await reader.readexactly(length))
+
+        def say(message: protocol.PeerMessage) -> None:
+            packet = protocol.encode(message)
+            writer.write(protocol.LENGTH_PREFIX.pack(len(packet)) + packet)
+
+        await until(lambda: link.address != "?")
+        tags = list(range(1, 1 + 3 * DEBTS_AT_A_TIME))
+        for tag in tags:
+            session.owed["abort", 1, tag] = lambda number, tag=tag: protocol.PeerAbort(number, tag, [], 0, 1)  # type: ignore[misc]
+        sessions._connect(session, link)
+        told, heard = asyncio.create_task(sessions._told(session, link)), list[int]()
+        while len(heard) < len(tags):
+            assert not told.done()
+            debts = [await received() for _ in range(DEBTS_AT_A_TIME)]
+            say(protocol.Ping(9999))
+            assert await received() == protocol.PeerDone(9999)  # no more come until these are answered
+            for debt in debts:
+                assert isinstance(debt, protocol.PeerAbort)
+                heard.append(debt.tag)
+                say(protocol.PeerAborted(debt.id, True, 0))
+        assert heard == tags
+        await told
+        await until(lambda: not session.owed)
+        session.ended = True
+        link.close("the test ends")
+        writer.close()
+        server.close()
 
     on_node(scenario)
 

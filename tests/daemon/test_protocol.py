@@ -9,7 +9,7 @@ import pytest
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
-from railrelay.daemon.link import MESSAGES_A_TURN, Link, LinkLost, LinkSilent, PeerRefused
+from railrelay.daemon.link import MAX_REQUESTS, MAX_UNANSWERED, MESSAGES_A_TURN, Link, LinkLost, LinkSilent, PeerRefused
 
 TIME_LIMIT_S = 10
 
@@ -166,6 +166,32 @@ def test_request_gets_its_own_reply_even_out_of_order() -> None:
         with pytest.raises(PeerRefused, match="later") as refused:
             await asked[0]
         assert refused.value.code is ErrorCode.BUSY
+
+    on_wire(scenario)
+
+
+def test_no_more_requests_go_than_the_other_end_takes_and_none_is_left_out() -> None:
+    async def scenario(wire: Wire) -> None:
+        asked = [
+            asyncio.create_task(
+                wire.link.request(protocol.PeerAbort(number, number, [], 0, 1), protocol.PeerAborted, timeout_s)
+            )
+            for number, timeout_s in enumerate([0.001] * MAX_UNANSWERED + [5.0] * MAX_REQUESTS)
+        ]
+        came = [await wire.receive() for _ in range(MAX_UNANSWERED)]
+        for given_up in asked[:MAX_UNANSWERED]:
+            with pytest.raises(LinkSilent):
+                await given_up
+        sent = asyncio.create_task(wire.link.sent())
+        await wire.send(protocol.Ping(9999))
+        assert await wire.receive() == protocol.PeerDone(9999)  # the other end has requests yet to answer
+        for number in range(len(asked)):
+            assert sent.done() == (len(came) == len(asked))
+            await wire.send(protocol.PeerAborted(number, True, 0))
+            if len(came) < len(asked):
+                came.append(await wire.receive())
+        assert [message.id for message in came if isinstance(message, protocol.PeerAbort)] == list(range(len(asked)))
+        assert await asyncio.gather(*asked[MAX_UNANSWERED:])
 
     on_wire(scenario)
 
