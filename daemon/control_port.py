@@ -16,7 +16,6 @@ from railrelay.daemon.config import Config, ConfigError, check_listening
 from railrelay.daemon.link import TLS_HANDSHAKE, Link
 from railrelay.daemon.node_state import Report
 
-HANDSHAKE_S: Final = 5.0
 _BACKLOG: Final = 512
 
 
@@ -42,8 +41,8 @@ def listening(config: Config) -> socket.socket:
 
 
 class ControlPort:
-    """Owns the listener. ``new_link(address)`` gives None for a connection that is one too many. Closes
-    idempotently."""
+    """Owns the listener. ``new_link(address)`` gives None for a connection that is one too many; closing a link ends
+    its connection, whether or not TLS is done. Closes idempotently."""
 
     def __init__(
         self,
@@ -78,15 +77,14 @@ class ControlPort:
         task = asyncio.get_running_loop().create_task(self._connect(link, accepted))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        link.closed.add_done_callback(lambda _: task.cancel())
 
     async def _connect(self, link: Link, accepted: socket.socket) -> None:
         tls = self._tls
         try:
             if tls is not None and not await _speaks_tls(accepted):
                 tls, link.handlers = None, {protocol.Opening: lambda _: self._want_tls(link)}
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: link, accepted, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S if tls is not None else None
-            )
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: link, accepted, ssl=tls)
         except OSError as failure:
             accepted.close()
             why = f"{failure.reason if isinstance(failure, ssl.SSLError) else failure}"
@@ -110,13 +108,12 @@ class ControlPort:
 
 
 async def _speaks_tls(accepted: socket.socket) -> bool:
-    """By its first bytes, which stay to be read. TimeoutError if none come."""
+    """By its first bytes, which stay to be read."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(accepted.fileno(), readable.set)
     try:
-        async with asyncio.timeout(HANDSHAKE_S):
-            await readable.wait()
+        await readable.wait()
     finally:
         loop.remove_reader(accepted.fileno())
     return accepted.recv(1, socket.MSG_PEEK) == TLS_HANDSHAKE[:1]

@@ -216,12 +216,17 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        if self._reason:  # it took too long for TLS
+            self._transport.abort()
+            return
         self.address = self._host = (transport.get_extra_info("peername") or "?")[0]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.close(f"connection lost ({exc})" if exc else "closed by the other end")
 
     def data_received(self, data: bytes) -> None:
+        if self._reason:
+            return
         self._heard = True
         self._received += data
         if not self._holds and not self._resting:

@@ -1,6 +1,7 @@
 """Session ids, the framing of the peer plane, and what becomes of a peer that breaks it."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -152,6 +153,21 @@ def test_who_sends_much_takes_no_turn_of_the_others() -> None:
         assert [message.id for message in seen] == list(range(len(packets)))
 
     on_wire(scenario)
+
+
+def test_connection_that_comes_up_after_its_link_was_closed_ends() -> None:
+    async def run() -> None:
+        link = Link(lambda *_, **__: None)
+        link.close("too late")
+        server = await asyncio.get_running_loop().create_server(lambda: link, "127.0.0.1", 0)
+        async with asyncio.timeout(TIME_LIMIT_S):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            with contextlib.suppress(ConnectionResetError):
+                assert await reader.read() == b""
+        writer.close()
+        server.close()
+
+    asyncio.run(run())
 
 
 def test_request_gets_its_own_reply_even_out_of_order() -> None:
