@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from crash.campaign import Campaign, Over, Tally
+from railrelay.client.cli._numbers import whole
 
 _LOG_LINES: Final = 60
 
@@ -29,7 +30,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=100, metavar="N", help="at least (default: %(default)s)")
+    parser.add_argument(
+        "--kills", type=whole(1_000_000), default=100, metavar="N", help="at least (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="of the order of kills; default: another one each time")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(words)

@@ -21,6 +21,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from helpers.nodes import SHM
 
@@ -47,6 +48,7 @@ from fuzz.targets import (
     python_target,
     unpack,
 )
+from railrelay.client.cli._numbers import whole
 
 LONGEST_INPUT: Final = 1024
 FLAGS: Final = (f"-max_len={LONGEST_INPUT}", "-handle_bus=0")  # SIGBUS is the daemon's own
@@ -55,6 +57,7 @@ INPUT_LIMIT_S: Final = 60
 PROGRESS_S: Final = 15.0
 _NO_INPUT: Final = "int LLVMFuzzerTestOneInput(void) { return 0; }"
 _STATUS: Final = re.compile(r"#(\d+)\s+\S+\s+cov: (\d+)")
+_running: Final[list[subprocess.Popen[bytes]]] = []
 _FINDING: Final = re.compile(r"AssertionError|ERROR: |runtime error: |Uncaught|fuzz: |a transfer of|bytes ")
 
 
@@ -75,6 +78,7 @@ def main() -> int:
     if lacking:
         print(f"fuzz: {lacking}")
         return 2
+    signal.signal(signal.SIGTERM, _end)
     with tempfile.TemporaryDirectory(prefix="railrelay-fuzz.") as name:
         work = Path(name)
         commands = {target: python_target(target) for target in options.target}
@@ -102,13 +106,20 @@ def main() -> int:
     return 1 if found or idle else 0
 
 
+def _end(*_: object) -> NoReturn:
+    """Nothing stays behind: what the targets leave is cleaned up after them."""
+    for process in _running:
+        process.terminate()
+    sys.exit(128 + signal.SIGTERM)
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tests/fuzz/run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=int, required=True, metavar="N", help="for each target")
+    parser.add_argument("--seconds", type=whole(1_000_000), required=True, metavar="N", help="for each target")
     parser.add_argument("--target", action="append", choices=TARGETS, help="only this one; may be repeated")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="targets at a time")
+    parser.add_argument("--jobs", type=whole(64), default=1, metavar="N", help="targets at a time")
     parser.add_argument("--keep", action="store_true", help="add inputs that reached new code to the corpus")
     parser.add_argument("--json", action="store_true", help="the last line is JSON")
     options = parser.parse_args()
@@ -140,6 +151,7 @@ def _fuzz(target: str, command: list[str], work: Path, options: argparse.Namespa
     flags = [*limits, f"-artifact_prefix={found}/", "-len_control=10", *FLAGS]
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *flags, str(fresh), str(kept)], stdout=output, stderr=output, env=around)
+    _running.append(process)
     ended = os.pidfd_open(process.pid)
     while not select.select([ended], [], [], PROGRESS_S)[0]:
         inputs, branches = _status(log)
@@ -147,6 +159,7 @@ def _fuzz(target: str, command: list[str], work: Path, options: argparse.Namespa
     os.close(ended)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
+    _running.remove(process)
     outcome = Outcome(
         target, round(time.monotonic() - begin, 1), round(used.ru_utime + used.ru_stime, 1), *_status(log)
     )

@@ -28,6 +28,7 @@ from lab import cases, fabric, measure
 from lab.cases import CASES, ROUTES, Case
 from lab.fabric import KINDS, Network
 from railrelay.client.cli import _nodes
+from railrelay.client.cli._numbers import whole
 from railrelay.client.cli._table import table
 from railrelay.client.errors import RelayError
 
@@ -59,7 +60,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--fabric", choices=KINDS, default="lossless", help="default: %(default)s")
     parser.add_argument("--routes", help="separated by commas (default: those of the case)")
     parser.add_argument("--cc", choices=CONGESTION_CONTROLS, default="reno", help="default: %(default)s")
-    parser.add_argument("--rate", type=int, default=200, metavar="MBIT", help="of a NIC, Mbit/s (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=whole(100_000), default=200, metavar="MBIT", help="of a NIC, Mbit/s (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="writes <date>-<case>-<fabric>-<cc>.png and .json")
     args = parser.parse_args(words)

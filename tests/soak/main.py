@@ -27,6 +27,7 @@ from typing import Any, Final
 from helpers import processes
 
 from railrelay.client.cli import _nodes
+from railrelay.client.cli._numbers import amount, whole
 from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import table
 from soak.faults import Faults
@@ -52,8 +53,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=1.5, metavar="N", help="default: %(default)s")
-    parser.add_argument("--storm", type=int, metavar="N", help="N transfers instead; the full form is 10000")
+    parser.add_argument("--minutes", type=amount(0.1, 100_000), default=1.5, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--storm", type=whole(10_000_000), metavar="N", help="N transfers instead; the full form is 10000"
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="of all that is random; default: another each time")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(words)
