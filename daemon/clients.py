@@ -132,6 +132,9 @@ class Clients:
         except NoSharedMemory as failure:
             reply = protocol.Failed(message.id, ErrorCode.NO_MEMORY, failure.strerror or "")
             self._ctx.state.error(ErrorCode.NO_MEMORY, failure.strerror or "", key="shared memory is full")
+        except asyncio.CancelledError:  # the daemon ends, or the client is gone: that its connection ends says so
+            reply = None
+            raise
         except (OverflowError, ValueError) as failure:
             reply = protocol.Failed(message.id, ErrorCode.BAD_ARGUMENT, f"{type(message).__name__}: {failure}")
         except OSError as failure:

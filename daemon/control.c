@@ -290,6 +290,7 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
     client->contexts = header ? calloc(((struct rr_segment_header *)base)->transfers, sizeof *client->contexts) : NULL;
     client->regions = calloc(plane->regions_per_client, sizeof *client->regions);
     client->remotes = calloc(plane->remotes_per_client, sizeof *client->remotes);
+    int status = -ENOMEM;
     int good = header && lanes && rings && bounces && bounce_frames && bounce_runs && client->control && client->transfers && client->slot_heads && client->slot_tables &&
                client->ring_slices && client->ring_tables && client->slot_times && client->ring_times && client->contexts && client->regions && client->remotes;
     if (header) memcpy(header, base, sizeof *header);
@@ -314,10 +315,11 @@ int rr_plane_attach_client(struct rr_plane *plane, uint32_t number, uint32_t ser
         rr_source_init(&port->ring_source, client, header->ring_slices, plane->table_entries,
                        plane->max_peers * RR_MAX_RAILS * RR_CLASSES, 0, plane->rails[i].nic->ops->one_sided);
         good = port->kick_fd > 0 && port->ring_source.works;
+        if (port->kick_fd < 0) status = -errno;
     }
     if (!good) {
         free_client(plane, client);
-        return -ENOMEM;
+        return status;
     }
     plane->clients[number] = client;
     to_all(plane, (struct rr_command){.run = run_attach, .cookie = cookie, .pointer = client});

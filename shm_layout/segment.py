@@ -243,7 +243,13 @@ def create(
     for plan in areas:
         offsets.append(offset)
         offset = _aligned(offset + plan.stride * plan.elements, line)
-    segment = Segment(name, create_object(name, offset, mode), offset, writable=True, owned=True)
+    fd = create_object(name, offset, mode)
+    try:
+        segment = Segment(name, fd, offset, writable=True, owned=True)
+    except BaseException:  # no descriptor is left for the mapping
+        os.close(fd)
+        unlink(name)
+        raise
     segment.header.write(
         0,
         magic=abi.CONSTANTS["MAGIC"],
@@ -352,6 +358,10 @@ def _shm_open(name: str, flags: int, mode: int, *, read_only: bool = False) -> i
         raise kind(number, os.strerror(number), name) from None
     except posix_ipc.PermissionsError:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name) from None
+    except OSError as failure:
+        if failure.errno is None:  # so it says that no descriptor is left
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), name) from None
+        raise
     return fd
 
 

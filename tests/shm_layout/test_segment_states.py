@@ -1,6 +1,7 @@
 """A segment's life: every half-ready state has a name, only a published one opens, and nothing stays behind."""
 
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -150,3 +151,19 @@ def test_close_is_idempotent_and_unlinks_only_what_was_created(name: str) -> Non
     made.close()
     made.close()
     assert segment.look(name) is SegmentState.ABSENT
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_without_descriptors_nothing_is_left(name: str, spare: int) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            create(name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert segment.look(name) is SegmentState.ABSENT
+    assert os.listdir("/proc/self/fd") == before

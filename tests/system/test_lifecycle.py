@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -671,3 +672,22 @@ def test_the_command_railrelayd_checks_and_prints_configurations(nodes: Nodes) -
         check=False,
     )
     assert (good.returncode, f"{path}: good" in good.stderr) == (0, True)
+
+
+@pytest.mark.parametrize("what", ["open", "peer"])
+def test_who_waits_for_an_answer_hears_that_the_daemon_has_gone(nodes: Nodes, what: str) -> None:
+    prefill, decode = nodes.pair()
+    with prefill.connect(reattach=False) as client, decode.connect() as other, ThreadPoolExecutor(1) as pool:
+        first, second = (other.alloc(4096).offer() for _ in range(2))
+        client.open(first)
+        waits: dict[str, Callable[[], object]] = {
+            "open": lambda: client.open(second, 20),
+            "peer": lambda: client.peer("127.0.0.1:9", 20),
+        }
+        with decode.paused():
+            waiting = pool.submit(waits[what])
+            with pytest.raises(TimeoutError):
+                waiting.result(0.5)
+            prefill.terminate()
+            with pytest.raises(DaemonGone):
+                waiting.result(20)
