@@ -230,11 +230,13 @@ class Client:
         session, deadline = decode_offer(offer).session, time.monotonic() + timeout
         while True:
             try:
-                return self.peer(session, max(0.0, deadline - time.monotonic())).open(offer)
+                peer = self.peer(session, max(0.0, deadline - time.monotonic()))
+                return peer.open(offer, max(0.0, deadline - time.monotonic()))
             except PeerError as failure:
                 # The daemon there has restarted, and what was lost is the connection to the one before.
                 if failure.code != ErrorCode.PEER_LOST or time.monotonic() > deadline:
                     raise
+                time.sleep(_FIRST_PAUSE_S)
 
     def write(
         self,

@@ -157,7 +157,7 @@ class Connection:
             ) from None
 
     def tell(self, request: protocol.ClientRequest) -> None:
-        """Sends without waiting; the reply is dropped. For the control thread."""
+        """Sends without waiting; the reply is dropped."""
         with contextlib.suppress(RelayError):
             self._send(request)
 

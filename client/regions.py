@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from railrelay.client import cuda, protocol
-from railrelay.client.errors import ArgumentError, Busy, DaemonGone, ErrorCode, RegionError, RelayError
+from railrelay.client.connection import LOCAL_TIMEOUT_S
+from railrelay.client.errors import ArgumentError, Busy, DaemonGone, ErrorCode, RegionError, RelayError, WaitTimeout
 from railrelay.client.transfer import core_errors
 from railrelay.shm_layout import faults
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from railrelay.client.attachment import Attachment
     from railrelay.client.peers import Peer
 
+_REPLY_MARGIN_S: Final = 1.0
 _MADV_POPULATE_WRITE: Final = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -122,14 +124,14 @@ class Region:
         while self._registered:
             try:
                 with self._lock:
-                    self._unregister()
+                    self._unregister(min(LOCAL_TIMEOUT_S, max(0.0, deadline - time.monotonic()) + _REPLY_MARGIN_S))
             except Busy:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
 
-    def _unregister(self) -> None:
+    def _unregister(self, timeout: float = LOCAL_TIMEOUT_S) -> None:
         attachment = self._attachment
         if attachment is None or not self._registered:
             return
@@ -148,11 +150,19 @@ class Region:
                     raise Busy(ErrorCode.BUSY, text) from None
         self._in_core = False
         faults.point("client.region.removed")
+        request = protocol.Unregister(connection.new_id(), self.index)
         try:
-            connection.ask(protocol.Unregister(connection.new_id(), self.index), protocol.Done)
+            connection.ask_then(request, protocol.Done, lambda *_: self._ended(attachment), timeout)
+        except WaitTimeout as failure:
+            raise Busy(ErrorCode.BUSY, f"{self}: {failure.text}") from None
         except RelayError as failure:
-            if not _is_over(failure):  # else nobody is left who could use it
+            if _is_over(failure):  # nobody is left who could use it
+                self._ended(attachment)
+            elif self._registered:  # else an earlier request was answered late
                 raise
+
+    def _ended(self, attachment: Attachment) -> None:
+        """Any thread."""
         self._registered = False
         attachment.held_regions.pop(self.index, None)
         self.forget()
@@ -181,12 +191,12 @@ class Region:
         self._in_core = self._registered = True
 
     def forget(self) -> None:
-        """It is not registered any more, and will not be. Idempotent."""
+        """It is not registered any more, and will not be. Idempotent, any thread."""
         self.is_over = True
         self._keep = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def __repr__(self) -> str:
         return f"Region({self.address:#x} +{self.nbytes}, rail {self.rail})"

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
 from railrelay.client import core, protocol
+from railrelay.client.connection import LOCAL_TIMEOUT_S
 from railrelay.client.errors import (
     RESULT_TEXT,
     ArgumentError,
@@ -185,8 +186,11 @@ class Transfer:
         if not submission.done:
             submission.cancel()
             request = protocol.Cancel(self._connection.new_id(), submission.index, submission.generation)
-            with contextlib.suppress(DaemonGone):  # then it has ended by that
-                self._connection.ask(request, protocol.Done)
+            if not wait:
+                self._connection.tell(request)
+                return
+            with contextlib.suppress(DaemonGone, WaitTimeout):  # it has ended by that; or what follows says so
+                self._connection.ask(request, protocol.Done, min(timeout, LOCAL_TIMEOUT_S))
         if wait:
             self.wait_settled(max(0.0, deadline - time.monotonic()))
 

@@ -26,12 +26,15 @@ from helpers.waiting import until
 
 from railrelay.client import (
     Buffer,
+    Busy,
     Client,
     ConnectError,
     ErrorCode,
     RelayError,
     Result,
     TransferError,
+    Unsettled,
+    WaitTimeout,
 )
 from railrelay.daemon.client_socket import MAX_EVENTS_UNSENT
 
@@ -505,3 +508,31 @@ def reopened(link: Link) -> bool:
         works(link, timeout=5.0)
         return True
     return False
+
+
+@pytest.mark.parametrize("what", ["cancel", "cancel without waiting", "unregister", "close", "open"])
+def test_a_daemon_that_stands_still_holds_up_no_call_for_longer_than_its_limit(nodes: Nodes, what: str) -> None:
+    prefill, decode = nodes.pair()
+    with prefill.connect(local=False) as client, decode.connect() as other:
+        link = linked(client, other)
+        works(link, 1)
+        offer, buffer = other.alloc(4096).offer(), client.alloc(4096)
+        transfer = client.write(link.remote, [link.source.address], [link.remote.address], 4096)
+        transfer.wait(30)
+        calls: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
+            "cancel": (lambda: transfer.cancel(timeout=1.0), Unsettled),
+            "cancel without waiting": (lambda: transfer.cancel(wait=False), None),
+            "unregister": (lambda: buffer.region.unregister(0.5), Busy),
+            "close": (lambda: buffer.close(0.5), Busy),
+            "open": (lambda: client.open(offer, 0.5), WaitTimeout),
+        }
+        call, error = calls[what]
+        with prefill.paused():
+            transfer = client.write(link.remote, [link.source.address], [link.remote.address], 4096)
+            begin = time.monotonic()
+            with contextlib.nullcontext() if error is None else pytest.raises(error):
+                call()
+            assert time.monotonic() - begin < 15.0  # of 30 s that the daemon has for an answer
+        works(link, 2)
+        client.open(offer)
+        buffer.close()
