@@ -75,17 +75,18 @@ static void changed(struct input *in, void *structure, uint32_t bytes)
 /* A slice as the library would publish it, with changes. */
 static void publish(struct fuzz_client *client, struct input *in, int through_lane)
 {
-    uint32_t transfer = byte(in) % TRANSFERS, remote = byte(in) & 1, blocks = byte(in) % 4;
+    uint32_t which = byte(in), transfer = which % TRANSFERS, region = which >> 6 == 3 ? KEPT : TARGET;
+    uint32_t remote = byte(in) & 1, blocks = byte(in) % 4;
     uint32_t generation = client->generations[transfer] += !(byte(in) & 1);
     struct rr_slice slice = {.transfer = transfer, .generation = generation, .remote_rail = 1, .flags = RR_SLICE_FINAL, .block_count = blocks,
                              .total_slices = 1, .table = client->produced % RING_TABLES, .ticket = client->produced % RING_SLICES,
-                             .inline_length = 100, .inline_remote_region = remote};
+                             .inline_length = 100, .inline_source_region = region, .inline_remote_region = remote};
     if (!blocks && !through_lane) slice.flags |= RR_SLICE_INLINE;
     if (byte(in) == 1) slice.flags = RR_SLICE_FINAL | RR_SLICE_VOID | RR_SLICE_LOCAL;
     uint32_t slot = client->slots_announced % SLOTS, row = through_lane ? slot : slice.table;
     struct rr_block *table = (struct rr_block *)area_of(client, through_lane ? RR_AREA_SLOT_TABLES : RR_AREA_RING_TABLES) + row * ENTRIES;
     for (uint32_t i = 0; i < blocks; i++) {
-        table[i] = (struct rr_block){i * 512, i * 1024, 300, TARGET, remote, 0};
+        table[i] = (struct rr_block){i * 512, i * 1024, 300, region, remote, 0};
         changed(in, &table[i], sizeof table[i]);
     }
     changed(in, &slice, sizeof slice);

@@ -206,7 +206,7 @@ static void make_keys(struct world *w, uint32_t number)
     const struct rr_client *at = w->plane->clients[number];
     uint32_t lkeys[RAILS], rkeys[RAILS];
     for (uint32_t region = 0; region < REGIONS; region++) {
-        if (!at->regions[region].mapping) continue;
+        if (!at->regions[region].mapping || (number == HOSTILE && region == KEPT)) continue; /* that one is not registered yet */
         for (uint32_t rail = 0; rail < RAILS; rail++)
             make_key(w, client, rail, at->regions[region].base, REGION_BYTES, &lkeys[rail], &client->rkeys[region][rail]);
         rr_plane_set_region_keys(w->plane, number, region, lkeys, RAILS);
@@ -258,6 +258,7 @@ struct world *world_open(int verbs, int flushes)
     add_bounce(w, GOOD_RECEIVER);
     add_region(w, HOSTILE, TARGET, 1);
     add_region(w, HOSTILE, LENT, 0);
+    add_region(w, HOSTILE, KEPT, 1);
     add_region(w, GOOD_SENDER, TARGET, 1);
     for (uint32_t region = 0; region < REGIONS; region++) add_region(w, GOOD_RECEIVER, region, region < PRIVATE_TARGET);
     if (!sources[0]) make_sources();

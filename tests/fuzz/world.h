@@ -12,7 +12,7 @@ enum { HOSTILE, GOOD_SENDER, GOOD_RECEIVER, CLIENTS };
 enum { RAILS = 2, SLOTS = 4, SLOT_BYTES = 16384, ENTRIES = 16, RING_SLICES = 8, RING_TABLES = 4, BOUNCE_SLOTS = 4, TRANSFERS = 8, KEYS = 20 };
 enum { BOUNCE_BYTES = BOUNCE_SLOTS * (SLOT_BYTES + ENTRIES * (int)sizeof(struct rr_wire_run)) }; /* as RDMA rails have it */
 enum { REGION_BYTES = 15000, REGION_OFFSET = 100, FILE_BYTES = 20480 };
-/* Regions of GOOD_RECEIVER, and of HOSTILE the first two. */
+/* Regions of GOOD_RECEIVER, and of HOSTILE the first three. */
 enum { TARGET, LENT, KEPT, PRIVATE_TARGET, PRIVATE_LENT, REGIONS };
 /* Handles of exports. Session 0 is this plane itself, session 1 the fuzzer's. */
 enum { TO_TARGET, TO_LENT, TO_HOSTILE, TO_PRIVATE, KEPT_BY_1, LENT_TO_1, PRIVATE_TO_1, EXPORTS = 16 };
