@@ -572,7 +572,7 @@ static uint32_t unfinished(struct world *w, uint32_t remotes)
 static void arrive(struct world *w, uint32_t remotes)
 {
     for (uint32_t i = 0; unfinished(w, remotes); i++) {
-        demand(i < ARRIVES_WITHIN, "a transfer of a good client does not end");
+        demand(i < ARRIVES_WITHIN, "a transfer of a good client does not end, to one of the remotes %x", remotes);
         world_step(w, 1);
     }
 }
@@ -585,6 +585,7 @@ int world_connect_hostile(struct world *w)
     if (w->hostile_end >= 0) return 1;
     if (w->next_connection > 64) return 0;
     make_ends(w, 0, 0, ends);
+    if (w->verbs && w->hostile_connection) rr_plane_fence_receiver(w->plane, 1, w->hostile_connection); /* nobody hears that its end is gone */
     w->hostile_connection = w->next_connection + 1;
     w->next_connection += 2;
     w->hostile_end = ends[1];
