@@ -168,8 +168,12 @@ class Scene:
         """Clients of earlier inputs go, most of the sessions, and what they held."""
         deadline = time.monotonic() + 20
         clients, sessions = self.conductor._clients, self.conductor._sessions
+        route = clients._local
         while len(clients.by_row) > self._rows or len(sessions._by_index) > MOST_SESSIONS:
             assert time.monotonic() < deadline, f"not gone: {clients.by_row} {sessions._by_index}"
+            for holder in list(route._holders.values()):
+                if holder.client.leaving:  # it holds what it opened until its process has ended, which is this one
+                    self.loop.call_soon(route._drop, holder)
             self.loop.run_until_complete(asyncio.sleep(0.01))
         held = _descriptors()
         self._descriptors = self._descriptors or len(held) + 16
