@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable
 from typing import TypeVar
@@ -24,7 +25,10 @@ async def connect(session: str, tls: ssl.SSLContext | None, new_link: Callable[[
     host, port = protocol.parse_session(session)
     try:
         async with asyncio.timeout(timeout_s):
-            _, link = await asyncio.get_running_loop().create_connection(new_link, host, port, ssl=tls)
+            stream = await _stream(host, port)
+            _, link = await asyncio.get_running_loop().create_connection(
+                new_link, sock=stream, ssl=tls, server_hostname=host if tls is not None else None
+            )
     except ssl.SSLCertVerificationError as failure:
         raise PeerRefused(ErrorCode.UNAUTHENTICATED, f"its certificate: {failure.verify_message}") from None
     except ssl.SSLError as failure:
@@ -36,6 +40,26 @@ async def connect(session: str, tls: ssl.SSLContext | None, new_link: Callable[[
         raise RelayError(ErrorCode.UNAUTHENTICATED, text) from None
     link.address = session
     return link
+
+
+async def _stream(host: str, port: int) -> socket.socket:
+    """Connected. The name is looked up here: the loop would report the failure of a look-up that was given up as
+    nobody's. OSError."""
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{host} has no address")
+    for family, kind, number, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        stream = socket.socket(family, kind | socket.SOCK_NONBLOCK, number)
+        try:
+            await loop.sock_connect(stream, address)
+        except OSError as one:
+            stream.close()
+            failure = one
+        except BaseException:
+            stream.close()
+            raise
+        else:
+            return stream
+    raise failure
 
 
 async def greet(
