@@ -31,8 +31,9 @@ class Offers:
                 text = f"region {region.index} of {region.client} has been offered to {self._most} single peers"
                 raise RelayError(ErrorCode.LIMIT, f"{text}; raise limits.offers_per_region")
             region.offers[session] = secrets.token_bytes(CAPABILITY_BYTES)
-        self.renew(region)
-        return region.offers[session]
+        capability = region.offers[session]
+        self._by_capability[capability] = (region, session)
+        return capability
 
     def renew(self, region: Region) -> None:
         """All its capabilities are good (again)."""

@@ -129,9 +129,9 @@ class Takeover:
     async def _try(self, peer: Peer, pair: Pair) -> None:
         try:
             await self._probe(peer, pair.here, pair.there)
-        except RelayError as failure:
+        except (RelayError, OSError) as failure:  # OSError: the endpoint has gone meanwhile
             if not peer.gone:
-                log.info("rail %s to %s: %s", self._ctx.rails[pair.here].identity, peer.session, failure.text)
+                log.info("rail %s to %s: %s", self._ctx.rails[pair.here].identity, peer.session, failure)
                 self._tried.get(peer.row, set()).discard(pair)
 
     def port_changed(
@@ -167,8 +167,8 @@ class Takeover:
                 continue
             try:
                 await self._probe(peer, pair.here, pair.there)
-            except RelayError as failure:
-                log.info("rail %s to %s: probe: %s", identity, peer.session, failure.text)
+            except (RelayError, OSError) as failure:
+                log.info("rail %s to %s: probe: %s", identity, peer.session, failure)
                 continue
             log.info("rail %s to %s: its probe has passed, it is back", identity, peer.session)
             break
