@@ -61,8 +61,9 @@ class Secrets:
         return bool(self.files)
 
     def read(self) -> list[bytes]:
-        """ConfigError names the file and what is wrong with it."""
-        return [_read(path) for path in self.files]
+        """ConfigError names the file and what is wrong with it. Those after the first need not be there."""
+        there = [path for path in self.files[1:] if os.path.lexists(path)]
+        return [_read(path) for path in (*self.files[:1], *there)]
 
     def usable(self) -> list[bytes]:
         """The same for a handshake: RelayError UNAUTHENTICATED."""

@@ -209,6 +209,23 @@ def test_a_secret_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_secret_is_replaced_by_a_second_file_that_comes_and_goes(tmp_path: Path) -> None:
+    first, second = tmp_path / "secret", tmp_path / "secret.next"
+    secrets = Secrets(Security(secret_files=(str(first), str(second))))
+    old, new = b"o" * 32, b"n" * 32
+    first.touch(0o600)
+    first.write_bytes(old)
+    assert secrets.read() == [old]
+    second.touch(0o600)
+    second.write_bytes(new)
+    assert secrets.read() == [old, new]
+    second.rename(first)
+    assert secrets.read() == [new]
+    first.unlink()
+    with pytest.raises(ConfigError, match="secret"):
+        secrets.read()
+
+
 def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "secret", OLD)
     os.chown(path, 65534, -1)
