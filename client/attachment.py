@@ -4,6 +4,7 @@ with the daemon or by end(); what a client keeps over the daemon's restart is in
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from railrelay.client.errors import (
     RegionError,
     RelayError,
     Result,
+    WaitTimeout,
 )
 from railrelay.client.gpu_memory import GpuMemory, GpuOptions
 from railrelay.client.peers import Peer, Ready, RemoteTable
@@ -28,6 +30,7 @@ from railrelay.client.transfer import Completions, core_errors
 from railrelay.shm_layout import abi, faults
 
 _REPLY_MARGIN_S: Final = 1.0
+_LOOK_S: Final = 0.005
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Attachment:
         self._on_draining = on_draining
         self._lock = threading.Lock()  # never held while waiting: the control thread takes it
         self._leasing = threading.Lock()
+        self._asked_lanes: frozenset[int] = frozenset()
         self._attaching = threading.Lock()
         self._ending = threading.Lock()
         self._ended = False
@@ -152,13 +156,22 @@ class Attachment:
         with self._leasing:
             if not self.core.has_lane(rail):
                 request = protocol.LeaseLane(self.connection.new_id(), rail)
+                asked_before, self._asked_lanes = rail in self._asked_lanes, self._asked_lanes | {rail}
                 try:
                     self.connection.ask_then(request, protocol.Leased, self._leased, LOCAL_TIMEOUT_S)
-                except RelayError:
-                    if not self.core.has_lane(rail):  # else the answer came, to an earlier request
+                except WaitTimeout:
+                    raise
+                except RelayError:  # an earlier request, which timed out, has it: its answer comes
+                    if not (asked_before and self._has_lane_soon(rail)):
                         raise
             if self._gpu is not None:
                 self._gpu.prepare_lane(rail)
+
+    def _has_lane_soon(self, rail: int) -> bool:
+        deadline = time.monotonic() + _REPLY_MARGIN_S
+        while not self.core.has_lane(rail) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return self.core.has_lane(rail)
 
     # ---- memory ----
 
