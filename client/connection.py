@@ -95,6 +95,8 @@ class Connection:
         with self._lock:
             if self._closed or self._refused:
                 return self._refused
+            if self._gone is not None:
+                return True
             return self.pidfd >= 0 and _exits(self.pidfd, 0)
 
     def was_ended(self) -> bool:

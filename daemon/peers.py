@@ -325,9 +325,7 @@ class Peers:
             return protocol.Hello(number, ctx.session, peer.instance, ctx.rails, [])
 
         try:
-            challenge, welcome = await dial.greet(
-                link, ctx.secrets, ctx.instance, hello, protocol.Welcome, timeout_s
-            )
+            challenge, welcome = await dial.greet(link, ctx.secrets, ctx.instance, hello, protocol.Welcome, timeout_s)
             rails.check_facts(peer.session, challenge.instance, welcome.rails)
             _check_same(peer, challenge, welcome)
             if not peer.instance:

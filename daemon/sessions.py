@@ -178,9 +178,7 @@ class Sessions:
             )
         if len(opening.nonce) != protocol.NONCE_BYTES:
             raise RelayError(ErrorCode.PROTOCOL, f"a nonce has {protocol.NONCE_BYTES} bytes, this {len(opening.nonce)}")
-        challenge = protocol.Challenge(
-            opening.id, protocol.PROTOCOL_VERSION, own.instance, authentication.nonce()
-        )
+        challenge = protocol.Challenge(opening.id, protocol.PROTOCOL_VERSION, own.instance, authentication.nonce())
         # One try: what was proved wrongly is not proved again to the same challenge.
         link.handlers = {
             protocol.Hello: lambda hello: self._hello(link, opening, challenge, hello),

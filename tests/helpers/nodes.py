@@ -180,7 +180,7 @@ class Nodes:
     environment: dict[str, str] = field(default_factory=dict)  # more of it, for daemons
     started: list[Node] = field(default_factory=list)
     tolerated: list[str] = field(default_factory=list)  # what logs may say in spite of the rules of check()
-    devices: Devices = field(init=False)  # of verbs
+    devices: Devices = field(init=False, repr=False)  # of verbs
 
     def __post_init__(self) -> None:
         if self.nic == "verbs":

@@ -10,6 +10,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from helpers import rail_devices
@@ -119,3 +120,21 @@ def lingering() -> Iterator[int]:
         yield slow.detach()
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         accepted.close()  # resets: nobody lingers any more
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports for daemons that keep theirs over a restart: below what the system gives to others meanwhile."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        for port in random.sample(range(first // 2, first), first // 4):
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise AssertionError(f"{len(found)} of {count} ports between {first // 2} and {first} are free")
+
+
+def free_port() -> int:
+    return free_ports(1)[0]

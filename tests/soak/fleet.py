@@ -10,14 +10,13 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from helpers import processes
+from helpers import processes, sockets
 from helpers.nodes import Node, Nodes
 
 from soak.engine import KINDS
@@ -182,7 +181,7 @@ class Fleet:
         return [engine for engine in self.engines if engine.node == node]
 
     async def start(self) -> None:
-        for port in _free_ports(2):
+        for port in sockets.free_ports(2):
             start = functools.partial(
                 self.nodes.start, RAILS, timeouts=TIMEOUTS, node={"port": port}, relay={"transfers": 128}
             )
@@ -293,12 +292,6 @@ class Fleet:
             await engine.kill()
         for node in self.nodes.started:
             processes.end(node.process)
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [taken.getsockname()[1] for taken in found]
 
 
 @contextlib.asynccontextmanager

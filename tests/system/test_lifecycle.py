@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import memory, patterns, processes
+from helpers import memory, patterns, processes, sockets
 from helpers.memory import Link
 from helpers.nodes import SHM, SMALL, Node, Nodes, config_text, new_instance
 from helpers.waiting import LIMIT_S, until
@@ -443,10 +443,8 @@ def test_nothing_of_a_killed_sending_daemon_lands_after_an_abort(nodes: Nodes) -
 
 
 def test_a_receiving_daemon_that_is_killed_and_restarted_on_its_port_is_another_instance(nodes: Nodes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     prefill = nodes.start()
-    decode = nodes.start(node={"port": port})
+    decode = nodes.start(node={"port": sockets.free_port()})
     with prefill.connect() as sender:
         with decode.connect() as receiver:
             link = filled(sender, receiver)

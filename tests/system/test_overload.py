@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import resource
-import socket
 import struct
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import memory, patterns
+from helpers import memory, patterns, sockets
 from helpers.engines import Engine, EngineError, Engines
 from helpers.memory import Kind, Link
 from helpers.nodes import Node, Nodes
@@ -309,9 +308,7 @@ def sent(link: Link) -> bool:
 
 def test_peers_that_have_gone_leave_no_memory_behind(nodes: Nodes) -> None:
     """What their engines have aborted fills a table each."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    prefill, decode = nodes.start(), nodes.start(node={"port": port})
+    prefill, decode = nodes.start(), nodes.start(node={"port": sockets.free_port()})
     grown: list[int] = []
     with prefill.connect() as sender:
         tag = 0

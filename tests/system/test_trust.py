@@ -169,8 +169,7 @@ def test_transfers_outlast_a_refusal_while_a_secret_is_replaced(nodes: Nodes, tm
 
 
 def test_a_daemon_with_a_secret_that_restarts_says_that_it_has_ended_the_sessions(nodes: Nodes, known: Options) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = sockets.free_port()
     prefill, decode = nodes.start(security=known), nodes.start(security=known, node={"port": port})
     with prefill.connect(0) as sender:
         with decode.connect(0, reattach=False) as receiver:
