@@ -208,12 +208,13 @@ class Nodes:
         self,
         rails: tuple[Rails, Rails] = (1, 1),
         *,
+        prefix: Sequence[str] = (),
         base: Mapping[str, Mapping[str, object]] = SMALL,
         **sections: Mapping[str, object],
     ) -> tuple[Node, Node]:
         """A prefill and a decode node."""
         options = self._sections(base, sections)
-        starting = [self._begin(own, "", (), options) for own in self._rails(rails)]
+        starting = [self._begin(own, "", prefix, options) for own in self._rails(rails)]
         first, second = (self._ready(one) for one in starting)
         return first, second
 
