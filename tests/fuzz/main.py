@@ -98,6 +98,9 @@ def main() -> int:
     if options.json:
         print(json.dumps({"seconds": options.seconds, "found": found, "targets": [asdict(one) for one in outcomes]}))
     else:
+        for outcome in outcomes:
+            if outcome.found:
+                print(f"{outcome.target}: {'; '.join(outcome.found)}\n{outcome.said}")
         names = ", ".join(options.target)
         print(
             f"fuzz: {names}: {options.seconds} s each, {inputs} inputs, {found} findings"
@@ -177,7 +180,7 @@ def _fuzz(target: str, command: list[str], work: Path, options: argparse.Namespa
     for left in SHM.glob(f"railrelay.{instances}*"):  # libFuzzer ends a process without letting it end itself
         left.unlink()
     what = f"{outcome.inputs} inputs, {outcome.branches} branches, {outcome.cpu_seconds} s of CPU"
-    print(f"{target}: {what}", *outcome.found, outcome.said, flush=True)
+    print(f"{target}: {what}", *outcome.found, flush=True)
     return outcome
 
 
