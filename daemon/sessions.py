@@ -256,6 +256,9 @@ class Sessions:
                 raise RelayError(
                     ErrorCode.PEER_LOST, f"{self._ctx.session} does not know this session: it restarted or gave up"
                 )
+            if session.ended:
+                text = f"{self._ctx.session} has given this session up, and waits until nothing of it lands any more"
+                raise RelayError(ErrorCode.DRAINING, text)
             return session
         if session is not None:
             self._end(session, "started anew")
@@ -360,8 +363,6 @@ class Sessions:
 
     async def _finish(self, session: Session, reason: str) -> None:
         faults.point("daemon.session.ending")
-        if self._by_instance.get(session.instance) is session:
-            del self._by_instance[session.instance]
         if session.linger is not None:
             session.linger.cancel()
         if session.link is not None:
@@ -375,6 +376,8 @@ class Sessions:
         for export in list(session.exports.values()):
             export.users = 0
             await self._withdraw(session, export)
+        if self._by_instance.get(session.instance) is session:  # not before: who is not known has nothing that may land
+            del self._by_instance[session.instance]
         del self._by_index[session.index]
         self._rows.free(session.index)
 

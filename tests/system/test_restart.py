@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -354,6 +355,30 @@ def test_what_a_daemon_left_in_bounce_memory_is_not_placed_after_its_end(
     engine.ask("wait_attached")
     assert transfer.settled
     assert engine.ask("touched", name="target") == 0
+
+
+def test_a_session_that_was_given_up_settles_nothing_that_may_still_land(nodes: Nodes, engines: Engines) -> None:
+    times = {"peer_s": 1, "session_linger_s": 0.2, "settle_s": 1}
+    prefill, decode = nodes.start(timeouts=times), nodes.start(timeouts=times)
+    engine = engines.start(decode, rank=1)
+    offer = engine.ask("memory", name="target", nbytes=NBYTES, kind="private")
+    with prefill.connect() as sender:
+        remote = sender.open(bytes.fromhex(offer))
+        source = memory.make(sender, NBYTES)
+        source.array[:] = patterns.content(NBYTES, 1)
+        with engine.paused():
+            transfer = begin(sender, source, remote, 1)
+            with pytest.raises(WaitTimeout):  # its frames lie there
+                transfer.wait(0.5)
+            with prefill.paused():
+                until(lambda: "control connection ended" in decode.log, "the sender's silence is noticed")
+                time.sleep(2 * times["session_linger_s"])
+            with pytest.raises(Unsettled):
+                transfer.wait_settled(3.0)
+        until(lambda: transfer.settled, "the transfer settles once the engine has emptied its memory")
+        engine.ask("wipe", name="target")
+        time.sleep(0.5)
+        assert engine.ask("touched", name="target") == 0
 
 
 # ---- answers that come after the time-out ----
