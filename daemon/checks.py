@@ -18,7 +18,7 @@ from typing import Final
 
 from railrelay.client import cuda, protocol
 from railrelay.client.errors import ErrorCode, RelayError
-from railrelay.daemon import authentication, dial, pyverbs_loader, topology, verbs_ports
+from railrelay.daemon import addresses, authentication, dial, pyverbs_loader, topology, verbs_ports
 from railrelay.daemon.authentication import Secrets
 from railrelay.daemon.config import Config, ConfigError, Rail, Security
 from railrelay.daemon.discovery import VerbsPort
@@ -177,6 +177,17 @@ def huge_pages(node: Node) -> Finding:
 
 
 # ---- ports ----
+
+
+def own_addresses(node: Node) -> Finding:
+    """Of the rails and of the control port, as the daemon would listen on them."""
+    wrong = addresses.foreign(node.config, node.root)
+    if wrong:
+        return Finding(FAIL, "; ".join(wrong), "railrelayd does not start before that is mended")
+    if unreachable := addresses.unreachable(node.config, node.root):
+        return Finding(WARN, unreachable, "set node.host, unless all peers are daemons of this machine")
+    named = [rail.address for rail in node.config.rail if rail.nic == "tcp"]
+    return Finding(OK, f"this machine has {', '.join(dict.fromkeys([node.config.node.host, *named]))}")
 
 
 def devices(node: Node) -> Finding:
@@ -482,6 +493,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[Node], Finding]], ...]] = (
     ("huge pages", huge_pages),
     ("libibverbs", libibverbs),
     ("pyverbs", pyverbs),
+    ("addresses", own_addresses),
     ("device files", devices),
     ("gid", gid),
     ("port state", port_state),

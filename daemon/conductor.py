@@ -19,7 +19,7 @@ import msgspec
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, Result
-from railrelay.daemon import authentication, control_port, discovery, plane, verbs
+from railrelay.daemon import addresses, authentication, control_port, discovery, plane, verbs
 from railrelay.daemon.authentication import Secrets
 from railrelay.daemon.client import Client
 from railrelay.daemon.client_socket import ClientServer
@@ -68,6 +68,7 @@ class Conductor:
         loop = asyncio.get_running_loop()
         names = Instance(config.node.instance)
         closing(names.close)
+        addresses.check(config)
         ports = verbs.ports_of(config.rail)
         secrets = Secrets(config.security)
         secrets.read()
@@ -150,6 +151,8 @@ class Conductor:
             log.warning("security.allow_unauthenticated: whoever reaches %s may connect as a peer", self.session)
         else:
             log.info("no security.secret_files: loopback only, for peers on this machine")
+        if unreachable := addresses.unreachable(self.config):
+            log.warning("%s", unreachable)
 
     def _build(self, rails: Rails) -> None:
         by_row: dict[int, Client] = {}

@@ -11,6 +11,7 @@ from typing import Final, NoReturn
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
+from railrelay.daemon import addresses
 from railrelay.daemon.acceptor import Acceptor
 from railrelay.daemon.config import Config, ConfigError, check_listening
 from railrelay.daemon.link import TLS_HANDSHAKE, Link
@@ -22,8 +23,8 @@ _BACKLOG: Final = 512
 def listening(config: Config) -> socket.socket:
     """Bound; nothing is accepted yet. ConfigError, OSError with the option in its text."""
     host, port = config.node.host, config.node.port
+    family, address = addresses.resolved(host, port)
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     except OSError as failure:
         raise OSError(failure.errno, f"node.host: {host!r}: {failure.strerror}") from None

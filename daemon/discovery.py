@@ -169,7 +169,8 @@ def choose_gid(port: Port, index: int = -1, address: str = "", root: Path = ROOT
     if index >= 0:
         for gid in port.gids:
             if gid.index == index:
-                return gid, "configured"
+                named = not address or gid.address == ipaddress.ip_address(address)
+                return gid, "configured" if named else f"configured; it has {gid.address} and not the rail's address"
         raise NoGid(f"{index}: {port.name} has no GID there, but {table}")
     if port.link_layer == INFINIBAND:
         if not port.gids:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from railrelay.daemon import authentication, config
+from railrelay.daemon import addresses, authentication, config
 from railrelay.daemon.conductor import Conductor
 from railrelay.daemon.config import Config, ConfigError
 from railrelay.daemon.instance import InstanceTaken
@@ -45,6 +45,9 @@ def main() -> int:
             authentication.accepting_context(loaded.security)
             for rail in range(len(loaded.rail)):
                 loaded.gpu_of(rail)
+            addresses.check(loaded)
+            if unreachable := addresses.unreachable(loaded):
+                log.warning("%s", unreachable)
             log.info("%s: good", options.config or "configuration")
             return 0
         if loaded.node.fault:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from railrelay.client.errors import ErrorCode, RelayError
-from railrelay.daemon import config, discovery, verbs_ports
+from railrelay.daemon import addresses, config, discovery, verbs_ports
 from railrelay.daemon.config import Config, ConfigError, Rail
 from railrelay.daemon.discovery import VerbsPort, nearest_rails
 from railrelay.daemon.pci import ROOT, Gpu, Place, distance, gpus, text
@@ -88,11 +88,11 @@ def read(loaded: Config, source: str, root: Path = ROOT) -> Facts:
     used = {(port.device, port.port_number) for port in ports if port is not None}
     return {
         "configuration": source,
-        "error": wrong,
+        "error": "; ".join([wrong] * bool(wrong) + addresses.foreign(loaded, root)),
         "gpus": _gpus(loaded, known_gpus, [place for _, place in rails], ports, wrong),
         "rails": [facts for facts, _ in rails],
         "other_ports": [_other(port) for port in found if (port.device, port.number) not in used],
-        "notes": _notes(loaded, found, known_gpus, without_mtu),
+        "notes": _notes(loaded, found, known_gpus, without_mtu, root),
     }
 
 
@@ -195,7 +195,7 @@ def _other(port: Port) -> Facts:
     }
 
 
-def _notes(loaded: Config, found: Sequence[Port], known_gpus: Sequence[Gpu], without_mtu: str) -> list[str]:
+def _notes(loaded: Config, found: Sequence[Port], known_gpus: Sequence[Gpu], without_mtu: str, root: Path) -> list[str]:
     notes = []
     kinds = {rail.nic for rail in loaded.rail}
     if not found:
@@ -210,6 +210,8 @@ def _notes(loaded: Config, found: Sequence[Port], known_gpus: Sequence[Gpu], wit
         notes.append("this is what railrelayd does without a configuration: one rail of TCP sockets on 127.0.0.1")
     if without_mtu and found:
         notes.append(f"active MTU not known: {without_mtu}")
+    if unreachable := addresses.unreachable(loaded, root):
+        notes.append(unreachable)
     return notes
 
 

@@ -186,6 +186,8 @@ def test_a_port_with_roce_v1_only_is_refused_and_may_be_configured(tree: Machine
     assert "cma_roce_mode" in text
     (port,) = resolved(tree, Rail(device="mlx4_0", gid_index=1))
     assert (port.gid_index, port.address, port.why_gid) == (1, "10.0.0.1", "configured")
+    (port,) = resolved(tree, Rail("mlx4_0", gid_index=1, address="10.0.0.9"))
+    assert port.why_gid == "configured; it has 10.0.0.1 and not the rail's address"
     assert "0: RoCE v1 fe80::1" in refused(tree, Rail(device="mlx4_0", gid_index=7))
 
 

@@ -96,7 +96,7 @@ def test_a_rail_address_of_another_machine_is_refused(nodes: Nodes) -> None:
     trusted = {"security": {"allow_unauthenticated": True}}
     code, said = nodes.fails(config_text(new_instance(), nodes.directory / "x", ["203.0.113.1"], trusted))
     assert code == 1
-    assert "rail[0]: cannot listen on 203.0.113.1" in said
+    assert 'rail[0].address: "203.0.113.1" is no address of this machine, which has 127.0.0.1' in said
 
 
 def test_a_port_that_is_taken_is_refused(nodes: Nodes) -> None:
