@@ -66,6 +66,7 @@ def test_sizes_are_numbers_or_text_with_a_unit() -> None:
         (VERBS + 'memory = "device"', 'rail[0].gpu: "": expected a UUID'),
         (EMULATED + 'device = "mlx5_0"', 'rail[0].device: "mlx5_0": expected none without nic = "verbs"'),
         ("[verbs]\ntimeout = 0", "verbs.timeout: 0: expected 1 to 31"),
+        ("[verbs]\ntraffic_class = 256", "verbs.traffic_class: 256: expected 0 to 255"),
         ("[verbs]\nretry_count = 8", "verbs.retry_count: 8: expected 0 to 7"),
         ("[verbs]\nsignal_every = 1024", "verbs.signal_every: 1024: expected at most half of sq_depth, 512"),
         ('[verbs]\nflush = "often"', 'verbs.flush: "often": expected "auto" or "always" or "never"'),

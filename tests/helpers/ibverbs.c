@@ -1384,10 +1384,11 @@ static void obey(struct context *context, const char *order, char *reply, size_t
     } else if (!strcmp(order, "queue_pairs")) {
         size_t used = 0;
         reply[0] = 0;
-        for (struct queue_pair *qp = context->queue_pairs; qp && used + 96 < bytes; qp = qp->next)
-            used += (size_t)snprintf(reply + used, bytes - used, "%u state=%d posted=%llu sent=%llu done=%llu receives=%llu;", qp->base.qp_num,
+        for (struct queue_pair *qp = context->queue_pairs; qp && used + 128 < bytes; qp = qp->next)
+            used += (size_t)snprintf(reply + used, bytes - used, "%u state=%d posted=%llu sent=%llu done=%llu receives=%llu class=%d level=%d;", qp->base.qp_num,
                                      (int)qp->state, (unsigned long long)qp->posted, (unsigned long long)qp->sent,
-                                     (unsigned long long)qp->done, (unsigned long long)(qp->receives_posted - qp->receives_done));
+                                     (unsigned long long)qp->done, (unsigned long long)(qp->receives_posted - qp->receives_done),
+                                     qp->attributes.ah_attr.grh.traffic_class, qp->attributes.ah_attr.sl);
     }
 }
 

@@ -67,7 +67,8 @@ def library() -> Path:
 
 @dataclass(frozen=True)
 class QueuePair:
-    """As a process has it: ``address`` is its device's, ``state`` an ibv_qp_state, the rest how many work requests."""
+    """As a process has it: ``address`` is its device's, ``state`` an ibv_qp_state, ``traffic_class`` and
+    ``service_level`` those of its packets, the rest how many work requests."""
 
     pid: int
     address: str
@@ -77,6 +78,8 @@ class QueuePair:
     sent: int
     done: int
     receives: int
+    traffic_class: int
+    service_level: int
 
 
 @dataclass

@@ -33,15 +33,29 @@ def queue_pairs(node: Node, rail: int) -> int:
     return sum(found.get("pid") in threads and found["type"] == "RC" for found in json.loads(shown))
 
 
-def send_everywhere(senders: list[Client], others: list[Node]) -> None:
+def send_everywhere(senders: list[Client], others: list[Node], *, rails: int = RAILS) -> None:
     """From each rank to each rail of each other node."""
     for node in others:
         with node.connect(0) as receiver:
             for sender in senders:
                 source = memory.make(sender, NBYTES)
-                for rail in range(RAILS):
+                for rail in range(rails):
                     remote = sender.open(memory.make(receiver, NBYTES, rail=rail).offer())
                     sender.write(remote, [source.address], [remote.address], NBYTES).wait(LIMIT_S)
+
+
+@pytest.mark.skipif(rail_devices.real(), reason="the kernel does not show what a queue pair's packets are marked with")
+def test_packets_of_both_ends_have_the_traffic_class_that_is_configured(nodes: Nodes) -> None:
+    sending, receiving = nodes.pair((1, 1), verbs={"traffic_class": 106, "service_level": 3})
+    with sending.connect(0) as sender:
+        send_everywhere([sender], [receiving], rails=1)
+        assert sending.fabric is not None
+        marked = [
+            (found.pid, found.traffic_class, found.service_level)
+            for node in (sending, receiving)
+            for found in sending.fabric.queue_pairs(node.devices[0].address)
+        ]
+    assert sorted(marked) == sorted((node.pid, 106, 3) for node in (sending, receiving))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
