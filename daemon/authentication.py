@@ -18,7 +18,6 @@ import hmac
 import ipaddress
 import os
 import secrets
-import ssl
 import stat
 import struct
 from collections.abc import Sequence
@@ -168,40 +167,7 @@ def _digest(messages: Sequence[Message]) -> bytes:
     return digest.digest()
 
 
-# ---- TLS ----
-
-
-def accepting_context(security: Security) -> ssl.SSLContext | None:
-    """None without TLS. ConfigError."""
-    return _context(security, ssl.Purpose.CLIENT_AUTH)
-
-
-def connecting_context(security: Security) -> ssl.SSLContext | None:
-    """None without TLS. ConfigError."""
-    return _context(security, ssl.Purpose.SERVER_AUTH)
-
-
-def _context(security: Security, purpose: ssl.Purpose) -> ssl.SSLContext | None:
-    if not security.tls:
-        return None
-    for option in ("tls_certificate", "tls_key", "tls_ca"):
-        path = Path(getattr(security, option))
-        try:
-            mode = path.stat().st_mode
-        except OSError as failure:
-            raise ConfigError(f"security.{option}: {path}: {failure.strerror}") from None
-        if option == "tls_key" and mode & 0o077:
-            raise ConfigError(
-                f"security.tls_key: {path}: mode {stat.S_IMODE(mode):04o}; others must not read it: `chmod 600 {path}`"
-            )
-    try:
-        context = ssl.create_default_context(purpose, cafile=security.tls_ca)
-        context.load_cert_chain(security.tls_certificate, security.tls_key, password="")  # or it would ask
-    except (OSError, ValueError) as failure:
-        raise ConfigError(f"security.tls_certificate, tls_key, tls_ca: {failure}; expected PEM files") from None
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    return context
+# ---- certificates ----
 
 
 def names(certificate: object) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Final
 
 from railrelay.client import cuda, protocol
 from railrelay.client.errors import ErrorCode, RelayError
-from railrelay.daemon import addresses, authentication, dial, pyverbs_loader, topology, verbs_ports
+from railrelay.daemon import addresses, dial, pyverbs_loader, tls, topology, verbs_ports
 from railrelay.daemon.authentication import Secrets
 from railrelay.daemon.config import Config, ConfigError, Rail, Security
 from railrelay.daemon.discovery import VerbsPort
@@ -275,11 +275,16 @@ def security(node: Node) -> Finding:
     chosen, todo = node.config.security, "set security.secret_files on all nodes: `openssl rand -hex 32`, mode 0600"
     try:
         Secrets(chosen).read()
-        authentication.accepting_context(chosen)
+        tls.accepting_context(chosen)
     except ConfigError as failure:
         return Finding(FAIL, str(failure), "the daemon refuses all peers until that is mended")
     if chosen.authenticates:
-        return Finding(OK, f"peers authenticate by {chosen.ways}")
+        ends = tls.ends(chosen)
+        seen = f"peers authenticate by {'; '.join([chosen.ways, *map(str, ends)])}"
+        late = [end for end in ends if end.soon]
+        if late:
+            return Finding(FAIL if any(end.expired for end in late) else WARN, seen, late[0].todo)
+        return Finding(OK, seen)
     if chosen.allow_unauthenticated:
         return Finding(WARN, "no secret: whoever reaches the control port may connect (allow_unauthenticated)", todo)
     return Finding(OK, f"no secret: loopback addresses only; for other nodes {todo}")
@@ -324,7 +329,7 @@ async def _look(session: str, security: Security) -> protocol.Looked:
     def ignore(code: ErrorCode, text: str, *, key: str = "") -> None:
         """What is wrong is raised as well."""
 
-    link = await dial.connect(session, authentication.connecting_context(security), lambda: Link(ignore), _PEER_S)
+    link = await dial.connect(session, tls.connecting_context(security), lambda: Link(ignore), _PEER_S)
     try:
         _, looked = await dial.greet(
             link, Secrets(security), 0, lambda number: protocol.Look(number, []), protocol.Looked, _PEER_S

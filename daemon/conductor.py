@@ -19,7 +19,7 @@ import msgspec
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, Result
-from railrelay.daemon import addresses, authentication, control_port, discovery, plane, verbs
+from railrelay.daemon import addresses, control_port, discovery, plane, tls, verbs
 from railrelay.daemon.authentication import Secrets
 from railrelay.daemon.client import Client
 from railrelay.daemon.client_socket import ClientServer
@@ -37,6 +37,7 @@ from railrelay.daemon.peers import Peers
 from railrelay.daemon.rails import Rails
 from railrelay.daemon.requests import Requests
 from railrelay.daemon.sessions import Sessions
+from railrelay.daemon.tls import Tls
 from railrelay.daemon.transfers import TICK_S, Transfers
 from railrelay.daemon.verbs import RailPort, Verbs
 from railrelay.shm_layout import faults
@@ -72,7 +73,7 @@ class Conductor:
         ports = verbs.ports_of(config.rail)
         secrets = Secrets(config.security)
         secrets.read()
-        accepting = authentication.accepting_context(config.security)
+        certificates = Tls(config.security, self._error)
         rails = Rails(config, self._error)
         closing(rails.close)
         listener = control_port.listening(config)
@@ -95,7 +96,7 @@ class Conductor:
         await helpers.start(config.rail, identities, self._plane.emulated_fds, self._helper_ended)
         self.ctx = Context(
             config, names, instance, self.session, rails.facts, self._state, self._plane, commands, helpers, nics,
-            secrets, authentication.connecting_context(config.security),
+            secrets, certificates,
         )  # fmt: skip
         if len(ports) == len(config.rail):
             self.ctx.nearest_rails = discovery.rail_of_rank([ports[rail].device for rail in sorted(ports)])
@@ -113,13 +114,14 @@ class Conductor:
         loop.add_reader(self._plane.event_fd, self._take_events)
         closing(loop.remove_reader, self._plane.event_fd)
         rails.serve(self._sessions.admit, self._sessions.expired)
-        port = control_port.ControlPort(listener, accepting, self._sessions.new_link, self._error)
+        port = control_port.ControlPort(listener, certificates, self._sessions.new_link, self._error)
         closing(port.close)
         clients = ClientServer(self.socket_path, config.gid, self._clients.admit, self._error)
         closing(clients.close)
         closing(self._stop_ticking)
         self._look()
         self._say_who_may_connect()
+        self.ctx.spawn(self._look_at(certificates), "certificates")
         faults.point("daemon.start.listening")
 
     def _new_plane(self, instance: int, ports: dict[int, RailPort]) -> plane.DataPlane:
@@ -230,6 +232,11 @@ class Conductor:
         self._tick = asyncio.get_running_loop().call_later(TICK_S, self._look)
         if self._clients.by_row:
             self._transfers.tick()
+
+    async def _look_at(self, certificates: Tls) -> None:
+        while self.config.security.tls:
+            certificates.look()
+            await asyncio.sleep(tls.LOOK_S)
 
     def _stop_ticking(self) -> None:
         if self._tick is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -17,6 +16,7 @@ from railrelay.daemon.emulated import Helpers
 from railrelay.daemon.instance import Instance
 from railrelay.daemon.node_state import NodeState
 from railrelay.daemon.plane import DataPlane
+from railrelay.daemon.tls import Tls
 from railrelay.daemon.verbs import Verbs
 
 
@@ -40,7 +40,7 @@ class Context:
     helpers: Helpers
     verbs: Verbs
     secrets: Secrets
-    tls: ssl.SSLContext | None = None  # for connecting
+    tls: Tls
     nearest_rails: tuple[int, ...] = ()  # of the node's GPUs; empty if that is not known
     draining: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)

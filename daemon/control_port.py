@@ -16,6 +16,7 @@ from railrelay.daemon.acceptor import Acceptor
 from railrelay.daemon.config import Config, ConfigError, check_listening
 from railrelay.daemon.link import TLS_HANDSHAKE, Link
 from railrelay.daemon.node_state import Report
+from railrelay.daemon.tls import Tls
 
 _BACKLOG: Final = 512
 
@@ -48,7 +49,7 @@ class ControlPort:
     def __init__(
         self,
         listener: socket.socket,
-        tls: ssl.SSLContext | None,
+        tls: Tls,
         new_link: Callable[[str], Link | None],
         report: Report,
     ) -> None:
@@ -81,17 +82,18 @@ class ControlPort:
         link.closed.add_done_callback(lambda _: task.cancel())
 
     async def _connect(self, link: Link, accepted: socket.socket) -> None:
-        tls = self._tls
+        tls = self._tls.accepting()
         try:
             if tls is not None and not await _speaks_tls(accepted):
                 tls, link.handlers = None, {protocol.Opening: lambda _: self._want_tls(link)}
+                link.lack = ", without TLS, which is configured here (security.tls_ca)"
             await asyncio.get_running_loop().connect_accepted_socket(lambda: link, accepted, ssl=tls)
         except OSError as failure:
             accepted.close()
-            why = f"{failure.reason if isinstance(failure, ssl.SSLError) else failure}"
+            why = _reason(failure)
             if tls is not None:
                 text = f"control connection of {link.address}: no TLS with a certificate of security.tls_ca: {why}"
-                self._report(ErrorCode.UNAUTHENTICATED, text, key=f"{link.address}: TLS")
+                self._report(ErrorCode.UNAUTHENTICATED, text, key=f"{link.address}: TLS: {why}")
             link.close(why)
         except BaseException:
             accepted.close()
@@ -103,9 +105,20 @@ class ControlPort:
         wrong = (
             f"the peer at {link.address} connects without TLS; set security.tls_certificate, tls_key and tls_ca there"
         )
-        self._report(ErrorCode.UNAUTHENTICATED, wrong, key=f"{link.address}: TLS")
+        self._report(ErrorCode.UNAUTHENTICATED, wrong, key=f"{link.address}: no TLS")
         asyncio.get_running_loop().call_soon(link.close, wrong)  # behind the answer
         raise RelayError(ErrorCode.UNAUTHENTICATED, wrong)
+
+
+def _reason(failure: OSError) -> str:
+    """Why there is no TLS, and which end is to be looked at."""
+    if isinstance(failure, ssl.SSLCertVerificationError):
+        return f"its certificate: {failure.verify_message}"
+    if isinstance(failure, ssl.SSLError):
+        return str(failure.reason or failure).replace("_", " ").lower()
+    if isinstance(failure, ConnectionResetError):
+        return "it ended the connection; perhaps its security.tls_ca does not know the certificate of this node"
+    return failure.strerror or str(failure) or type(failure).__name__
 
 
 async def _speaks_tls(accepted: socket.socket) -> bool:

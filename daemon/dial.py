@@ -76,7 +76,10 @@ async def greet(
         if link.certificate is None:
             raise
         # TLS 1.3: it has looked at the certificate after the handshake.
-        text = f"{failure.text} after the TLS handshake; does security.tls_ca there know the certificate here?"
+        text = (
+            f"{failure.text} after the TLS handshake; does security.tls_ca there know the certificate here, and has"
+            " that not expired?"
+        )
         raise RelayError(ErrorCode.UNAUTHENTICATED, text) from None
     if challenge.protocol != protocol.PROTOCOL_VERSION or len(challenge.nonce) != protocol.NONCE_BYTES:
         text = (

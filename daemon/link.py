@@ -67,6 +67,7 @@ class Link(asyncio.Protocol):
     def __init__(self, report: Report, ids: itertools.count[int] | None = None) -> None:
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the reason
         self.address = self._host = "?"
+        self.lack = ""  # what is wrong with the connection, for what is said of its messages
         self.keys: Keys | None = None  # None: packets have no seals
         self.most_bytes = protocol.PEER_MESSAGE_BYTES  # of a packet that comes
         self._handlers: Handlers = {}
@@ -185,7 +186,7 @@ class Link(asyncio.Protocol):
     def violate(self, what: str, code: ErrorCode = ErrorCode.PROTOCOL) -> None:
         """Closes the connection because of what the other end did."""
         if not self._reason:
-            what = RelayError(code, what).text  # not as long as the other end likes
+            what = RelayError(code, what + self.lack).text  # not as long as the other end likes
             origin = f"control connection of {self._host}"  # names are made up easily
             key = origin if code is ErrorCode.PROTOCOL else f"{origin}: {code}"
             self._report(code, f"control connection of {self.address}: {what}", key=key)

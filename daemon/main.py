@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from railrelay.daemon import addresses, authentication, config
+from railrelay.daemon import addresses, authentication, config, tls
 from railrelay.daemon.conductor import Conductor
 from railrelay.daemon.config import Config, ConfigError
 from railrelay.daemon.instance import InstanceTaken
@@ -42,7 +42,10 @@ def main() -> int:
         loaded = config.load(options.config)
         if options.check:
             authentication.Secrets(loaded.security).read()
-            authentication.accepting_context(loaded.security)
+            tls.accepting_context(loaded.security)
+            for end in tls.ends(loaded.security):
+                if end.soon:
+                    log.warning("%s; %s", end, end.todo)
             for rail in range(len(loaded.rail)):
                 loaded.gpu_of(rail)
             addresses.check(loaded)

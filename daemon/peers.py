@@ -319,7 +319,8 @@ class Peers:
 
     async def _dial(self, peer: Peer) -> Link:
         ctx, timeout_s = self._ctx, self._ctx.config.timeouts.connect_s
-        link = await dial.connect(peer.session, ctx.tls, lambda: Link(ctx.state.error, peer.ids), timeout_s)
+        tls = ctx.tls.connecting()
+        link = await dial.connect(peer.session, tls, lambda: Link(ctx.state.error, peer.ids), timeout_s)
 
         def hello(number: int) -> protocol.Hello:
             return protocol.Hello(number, ctx.session, peer.instance, ctx.rails, [])

@@ -11,10 +11,10 @@ import pytest
 import uvloop
 from helpers.certificates import Authority
 
-from railrelay.daemon import authentication
 from railrelay.daemon.config import Security
 from railrelay.daemon.control_port import ControlPort
 from railrelay.daemon.link import Link
+from railrelay.daemon.tls import Tls
 
 TIME_LIMIT_S = 20
 
@@ -67,7 +67,7 @@ def test_a_link_that_is_closed_ends_its_connection_in_the_middle_of_tls(tmp_path
         listener = socket.socket()
         listener.setblocking(False)
         listener.bind(("127.0.0.1", 0))
-        port = ControlPort(listener, authentication.accepting_context(security), new_link, lambda *_, **__: None)
+        port = ControlPort(listener, Tls(security, lambda *_, **__: None), new_link, lambda *_, **__: None)
         newcomer = Newcomer(listener.getsockname(), authority.connecting("127.0.0.1"))
         newcomer.stream.sendall(newcomer.hello[:sent])
         while not links:

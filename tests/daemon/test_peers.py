@@ -28,6 +28,7 @@ from railrelay.daemon.offers import Offers
 from railrelay.daemon.peers import Peer, Peers, Sender
 from railrelay.daemon.sessions import DEBTS_AT_A_TIME, MAX_STRANGERS, STRANGERS_OF_A_HOST, Session, Sessions
 from railrelay.daemon.takeover import Pair, Takeover
+from railrelay.daemon.tls import Tls
 from railrelay.daemon.verbs import Keys, RailPort, Verbs
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Node:
         self.verbs = Verbs(LOADED, plane, self.plane.commands, facts, PORTS)
         self.ctx = Context(
             LOADED, unused, 1, "here:1", facts, state, plane, self.plane.commands, unused, self.verbs,
-            Secrets(LOADED.security),
+            Secrets(LOADED.security), Tls(LOADED.security, state.error),
         )  # fmt: skip
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ssl
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Final
 
 import trustme
+
+YEAR: Final = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -23,18 +27,19 @@ class Authority:
         made.ca.cert_pem.write_to_path(str(directory / "ca.pem"))
         return made
 
-    def section(self, *names: str, ca: Path | None = None) -> dict[str, object]:
-        """A [security] section with a new certificate for hosts of these names; ``ca``: whom it trusts, if another."""
-        stem = self.directory / ("-".join(names).replace("*", "any") or "nobody")
-        certificate = self.ca.issue_cert(*names)
-        chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
-        stem.with_suffix(".crt").write_bytes(chain)
-        key = stem.with_suffix(".key")
-        key.touch(0o600)
-        key.write_bytes(certificate.private_key_pem.bytes())
+    def section(self, *names: str, ca: Path | None = None, left: timedelta = YEAR) -> dict[str, object]:
+        """A [security] section with a new certificate for hosts of these names; ``ca``: whom it trusts, if another.
+        ``left``: until the certificate expires."""
+        number = len(list(self.directory.glob("*.key")))
+        certificate_path, key_path = self.directory / f"{number}.crt", self.directory / f"{number}.key"
+        now = datetime.now(UTC)
+        certificate = self.ca.issue_cert(*names, not_before=now - YEAR, not_after=now + left)
+        certificate_path.write_bytes(b"".join(part.bytes() for part in certificate.cert_chain_pems))
+        key_path.touch(0o600)
+        key_path.write_bytes(certificate.private_key_pem.bytes())
         return {
-            "tls_certificate": str(stem.with_suffix(".crt")),
-            "tls_key": str(key),
+            "tls_certificate": str(certificate_path),
+            "tls_key": str(key_path),
             "tls_ca": str(ca or self.directory / "ca.pem"),
         }
 

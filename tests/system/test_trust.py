@@ -4,10 +4,12 @@ they say or repeat."""
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -495,6 +497,92 @@ def test_who_has_no_certificate_gets_no_answer_over_tls(nodes: Nodes, authority:
         peer.greet()
 
 
+def test_the_accepting_end_says_why_there_is_no_tls(nodes: Nodes, authority: Authority, tmp_path: Path) -> None:
+    """Each reason has its own record, however often it comes."""
+    node = nodes.start(security=authority.section("127.0.0.1"))
+    foreign = Authority.make(tmp_path / "foreign")
+    old = nodes.start(security=authority.section("127.0.0.1", left=timedelta(days=-1)))
+    unknown = nodes.start(security=foreign.section("127.0.0.1", ca=authority.directory / "ca.pem"))
+    suspicious = nodes.start(security=authority.section("127.0.0.1", ca=foreign.directory / "ca.pem"))
+    plain = nodes.start()
+    for peer in (old, unknown, suspicious, plain):
+        with peer.connect(0) as sender, pytest.raises(PeerError):
+            sender.peer(node.session, timeout=3)
+    reasons = [
+        "its certificate: certificate has expired",
+        "its certificate: unable to get local issuer certificate",
+        "it ended the connection; perhaps its security.tls_ca does not know the certificate of this node",
+        "the peer at 127.0.0.1 connects without TLS; set security.tls_certificate, tls_key and tls_ca there",
+    ]
+    for reason in reasons:
+        until(lambda reason=reason: any(reason in text for text in unauthenticated(node)), reason)  # type: ignore[misc]
+        says(node, reason)
+
+
+def test_who_speaks_something_else_is_told_of_tls_in_the_log(nodes: Nodes, authority: Authority) -> None:
+    node = nodes.start(security=authority.section("127.0.0.1"))
+    host, port = protocol.parse_session(node.session)
+    with socket.create_connection((host, port)) as browser:
+        browser.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert browser.recv(1) == b""
+    says(node, "at most 16384, without TLS, which is configured here (security.tls_ca)")
+
+
+def replaced(section: Options, by: Options) -> None:
+    """The files of one section by those of another, one after the other."""
+    for option in ("tls_ca", "tls_certificate", "tls_key"):
+        new = Path(f"{section[option]}.new")
+        shutil.copy2(str(by[option]), new)
+        new.rename(str(section[option]))
+
+
+def test_certificates_are_replaced_while_daemons_run(nodes: Nodes, authority: Authority, tmp_path: Path) -> None:
+    own = authority.section("127.0.0.1", left=timedelta(days=3))
+    prefill, decode = nodes.start(security=own), nodes.start(security=own)
+    sends(prefill, decode)
+    foreign = Authority.make(tmp_path / "foreign")
+    with RawPeer.dial(decode.session, tls=authority.connecting("127.0.0.1")) as peer:
+        peer.greet()
+    replaced(own, foreign.section("127.0.0.1"))
+    with RawPeer.dial(decode.session, tls=foreign.connecting("127.0.0.1")) as peer:
+        peer.greet()
+    with (
+        pytest.raises((ssl.SSLError, ConnectionError)),
+        RawPeer.dial(decode.session, tls=authority.connecting("127.0.0.1")) as peer,
+    ):
+        peer.open()
+    sockets.cut(prefill, decode, control=True)
+    sends(prefill, decode)
+    sends(decode, prefill)
+    says(decode, "TLS: certificate, key and CA were read again; security.tls_certificate: ")
+
+
+def test_files_that_do_not_go_together_leave_what_was_read_before(nodes: Nodes, authority: Authority) -> None:
+    own = authority.section("127.0.0.1")
+    node = nodes.start(security=own)
+    Path(str(own["tls_key"])).write_text("half a key")
+    for _ in range(3):
+        with RawPeer.dial(node.session, tls=authority.connecting("127.0.0.1")) as peer:
+            peer.greet()
+    [text] = unauthenticated(node)
+    assert text.startswith("security.tls_certificate, tls_key, tls_ca: ")
+    assert text.endswith("TLS goes on with what was read before")
+
+
+@pytest.mark.parametrize(("days", "result", "said"), [(6, "warn", "expires in 6.0 d"), (-1, "fail", "has expired on")])
+def test_a_certificate_that_expires_is_noticed(
+    nodes: Nodes, authority: Authority, days: int, result: str, said: str
+) -> None:
+    own = authority.section("127.0.0.1", left=timedelta(days=days, minutes=10))
+    node = nodes.start(security=own)
+    expected = f"security.tls_certificate: {own['tls_certificate']}: {said}"
+    says(node, expected)
+    assert any(text.startswith(expected) for text in unauthenticated(node))
+    found = checks.security(checks.Node(config.load(node.config_path)))
+    assert (found.result, expected in found.seen) == (result, True)
+    assert "put a new one in its place" in found.todo
+
+
 # ---- where a daemon listens, and what says so ----
 
 
@@ -532,7 +620,8 @@ def test_doctor_tells_how_peers_authenticate_and_looks_at_a_peer_with_the_secret
     prefill, decode = nodes.pair(security=both)
     plain = nodes.start()
     found = seen(prefill, "--peer", decode.session)
-    assert found["security"]["seen"] == "peers authenticate by 1 secret and TLS"
+    assert found["security"]["seen"].startswith("peers authenticate by 1 secret and TLS; security.tls_certificate: ")
+    assert found["security"]["result"] == "ok"
     assert "rail0" in found["mtu of the peer"]["seen"]
     assert found["mtu of the peer"]["result"] == "ok"
     open_to_all = seen(plain)["security"]
