@@ -3,11 +3,13 @@ of a rail that is not RDMA; without a file there is one rail on 127.0.0.1."""
 
 from __future__ import annotations
 
+import errno
 import grp
 import ipaddress
 import json
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -374,15 +376,25 @@ _RAIL_RANGES: Final[dict[str, tuple[float, float]]] = {
 
 
 def load(path: Path | None) -> Config:
-    """The configuration in a file, or the defaults. ConfigError."""
+    """The configuration in a file, or the defaults. ConfigError, without the path."""
     if path is None:
         return parse("")
     try:
-        return parse(path.read_text())
+        with open(path, opener=_open_file) as file:
+            return parse(file.read())
     except OSError as failure:
-        raise ConfigError(f"{path}: {failure.strerror}") from None
+        raise ConfigError(str(failure.strerror)) from None
     except UnicodeDecodeError as failure:
-        raise ConfigError(f"{path}: not UTF-8 text ({failure.reason} at byte {failure.start})") from None
+        raise ConfigError(f"not UTF-8 text ({failure.reason} at byte {failure.start})") from None
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Waits for no writer of a FIFO. OSError unless it is a regular file."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file; name a TOML file, `railrelayd --print-example` writes one")
+    return fd
 
 
 def parse(text: str) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import logging
 import os
 import resource
@@ -81,10 +82,23 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="only check the configuration")
     parser.add_argument("--print-example", action="store_true", help="print a configuration with all options and exit")
     parser.add_argument(
-        "--ready-fd", type=int, metavar="N", help="write one line of JSON to this descriptor once ready"
+        "--ready-fd", type=_writable, metavar="N", help="write one line of JSON to this descriptor once ready"
     )
     parser.add_argument("--verbose", action="store_true", help="log more")
     return parser.parse_args()
+
+
+def _writable(text: str) -> int:
+    """A descriptor that whoever started this process has passed on."""
+    wrong = argparse.ArgumentTypeError(f"{text}: expected the number of an open descriptor that can be written to")
+    try:
+        fd = int(text)
+        mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    except (OSError, ValueError, OverflowError):
+        raise wrong from None
+    if mode == os.O_RDONLY:
+        raise wrong
+    return fd
 
 
 def _raise_descriptor_limit() -> None:
@@ -119,8 +133,11 @@ def _say_ready(conductor: Conductor, ready_fd: int | None) -> None:
     }
     log.info("ready instance=%(instance)s session=%(session)s socket=%(socket)s", facts)
     if ready_fd is not None:
-        with open(ready_fd, "wb") as ready:
-            ready.write(msgspec.json.encode(facts) + b"\n")
+        try:
+            with open(ready_fd, "wb") as ready:
+                ready.write(msgspec.json.encode(facts) + b"\n")
+        except OSError as failure:
+            raise OSError(failure.errno, f"--ready-fd {ready_fd}: {failure.strerror}; its reader has gone") from None
     _notify("READY=1")
 
 

@@ -146,7 +146,7 @@ class NodeState:
 
     def error(self, code: ErrorCode, text: str, *, key: str = "") -> None:
         """The one place where the daemon's errors end: a record, counted up for the same ``key`` (default: the text),
-        and a log line for the first, second, fourth, eighth ... of them."""
+        with its first text and its last, and a log line for the first, second, fourth, eighth ... of them."""
         if self.reader_fd < 0:
             log.error("%s: %s", code, _one_line(text))
             return
@@ -159,7 +159,7 @@ class NodeState:
             if len(self._error_rows) > 8 * ERROR_ROWS:
                 self._error_rows = {k: r for k, r in self._error_rows.items() if r < ERROR_ROWS - 1}
             if self._errors.get(row, "count") == 0:
-                self._errors.set(row, "first_ns", now)
+                self._errors.write(row, first_ns=now, first_text=text)
         raw = text.encode()[: abi.FIELDS["error_record"]["text"].size - 1].decode(errors="ignore")
         count = self._errors.get(row, "count") + 1
         self._errors.write(row, code=code.number, text=raw, text_bytes=len(raw.encode()), last_ns=now, count=count)

@@ -105,6 +105,8 @@ def _context(security: Security, purpose: ssl.Purpose) -> ssl.SSLContext | None:
             mode = path.stat().st_mode
         except OSError as failure:
             raise ConfigError(f"security.{option}: {path}: {failure.strerror}") from None
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"security.{option}: {path}: not a regular file; name a PEM file")
         if option == "tls_key" and mode & 0o077:
             raise ConfigError(
                 f"security.tls_key: {path}: mode {stat.S_IMODE(mode):04o}; others must not read it: `chmod 600 {path}`"
@@ -161,6 +163,8 @@ def ends(security: Security) -> list[End]:
 def _ends(security: Security) -> Iterator[End]:
     for option, which in (("tls_certificate", min), ("tls_ca", max)):
         path = getattr(security, option)
+        if not os.path.isfile(path):  # a FIFO would keep whoever reads it
+            continue
         try:
             found = [_not_after(ssl.PEM_cert_to_DER_cert(one)) for one in _CERTIFICATE.findall(Path(path).read_text())]
         except (OSError, ValueError, IndexError):  # whoever makes a context of it says what is wrong

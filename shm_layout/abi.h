@@ -208,7 +208,9 @@ enum rr_slice_flags {
     S(T, uint64_t, count, 16, daemon) \
     S(T, uint32_t, code, 24, daemon) \
     S(T, uint32_t, text_bytes, 28, daemon) \
-    A(T, char, text, 352, 32, daemon)
+    A(T, char, text, 352, 32, daemon) \
+    A(T, char, first_text, 352, 384, daemon) \
+    A(T, uint32_t, reserved0, 8, 736, daemon)
 
 #define RR_FIELDS_client_control(S, A, T) \
     S(T, uint64_t, heartbeat_ns, 0, client) \
@@ -378,7 +380,7 @@ RR_SIZE(rail_state, 512);
 RR_SIZE(lane_state, 256);
 RR_SIZE(client_state, 128);
 RR_SIZE(peer_state, 256);
-RR_SIZE(error_record, 384);
+RR_SIZE(error_record, 768);
 RR_SIZE(client_control, 768);
 RR_SIZE(lane, 2560);
 RR_SIZE(block, 32);

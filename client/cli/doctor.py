@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
+from railrelay.client import protocol
 from railrelay.client.cli import _daemon_side
 from railrelay.client.cli._node import Row
 from railrelay.client.cli._table import duration, table
@@ -21,7 +22,15 @@ _RESULTS: Final = ("ok", "warn", "fail")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     _daemon_side.configure(parser)
-    parser.add_argument("--peer", default="", metavar="HOST:PORT", help="session of another node's daemon")
+    parser.add_argument("--peer", type=_session, metavar="HOST:PORT", help="session of another node's daemon")
+
+
+def _session(text: str) -> str:
+    try:
+        protocol.parse_session(text)
+    except ValueError as failure:
+        raise argparse.ArgumentTypeError(str(failure)) from None
+    return text
 
 
 def run(args: argparse.Namespace) -> int:

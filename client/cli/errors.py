@@ -1,4 +1,5 @@
-"""Shows the distinct errors of the daemon: each text once, with how often and when, the latest last."""
+"""Shows the distinct errors of the daemon: each cause once, with how often and when, the latest last. Where the texts
+of one cause differ, the last one is followed by the first."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ def read(node: Segment) -> list[Row]:
             "first_ns": area.get(row, "first_ns"),
             "last_ns": area.get(row, "last_ns"),
             "text": area.text(row, "text"),
+            "first_text": area.text(row, "first_text"),
         }
         for row in range(area.count)
         if area.get(row, "count")
@@ -39,7 +41,12 @@ def _lines(errors: Sequence[Row]) -> str:
     return table(
         ["COUNT", "FIRST", "LAST", "CODE", "TEXT"],
         [
-            [error["count"], moment(error["first_ns"]), moment(error["last_ns"]), error["code"], error["text"]]
+            [error["count"], moment(error["first_ns"]), moment(error["last_ns"]), error["code"], _text(error)]
             for error in errors
         ],
     )
+
+
+def _text(error: Row) -> str:
+    last, first = str(error["text"]), str(error["first_text"])
+    return last if first in ("", last) else f"{last} (at first: {first})"

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ import pytest
 from railrelay.client import paths
 from railrelay.client.cli import NO_DAEMON, OK, VERBS, main
 from railrelay.client.errors import ErrorCode
+from railrelay.client.protocol import RailFacts
+from railrelay.daemon import config
+from railrelay.daemon.node_state import NodeState
 from railrelay.shm_layout import abi, segment
 from railrelay.shm_layout.segment import AreaPlan, ClientState, PeerState, Segment
 
@@ -138,6 +142,23 @@ def test_errors_come_in_the_order_in_which_they_last_happened(node: Node, capsys
     assert first.split()[-5:] == ["internal", "of", "a", "newer", "daemon"]
     assert second.split()[:3] == ["3", "1970-01-01", "00:00:01Z"]
     assert "violation" in second
+
+
+def test_of_errors_with_one_cause_the_first_and_the_last_text_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = config.parse(f'[node]\ninstance = "test-texts-{os.getpid()}"\n')
+    with closing(NodeState(loaded, 1, [RailFacts("rail0", "tcp", "127.0.0.1", 1)])) as state:
+        for address in ("10.0.0.1", "10.0.0.2", "10.0.0.3"):
+            state.error(ErrorCode.PROTOCOL, f"connection of {address}", key="connections")
+        state.error(ErrorCode.LIMIT, "alone")
+        instance = loaded.node.instance
+        texts = [
+            (row["text"], row["first_text"]) for row in as_json(capsys, "errors", "--instance", instance)["errors"]
+        ]
+        assert texts == [("connection of 10.0.0.3", "connection of 10.0.0.1"), ("alone", "alone")]
+        assert main(["errors", "--instance", instance]) == OK
+        _, first, second = capsys.readouterr().out.splitlines()
+        assert first.endswith("  connection of 10.0.0.3 (at first: connection of 10.0.0.1)")
+        assert second.endswith("  alone")
 
 
 def test_nothing_to_show_is_said(node: Node, capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,3 +184,13 @@ def test_the_command_works_without_a_daemon_and_exits_by_what_failed(
     path.write_text(f'{VERBS}device = "none-such"\n')
     assert main(["doctor", "--instance", "none-such", "--config", str(path)]) == FAILED
     assert "none-such" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("peer", ["nonsense", "", "10.0.0.1", "10.0.0.1:0", "::1:4100"])
+def test_a_peer_that_cannot_be_is_a_wrong_option(capsys: pytest.CaptureFixture[str], peer: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--instance", "none-such", "--peer", peer])
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"railrelay doctor: error: argument --peer: session {peer!r}: ")
+    assert ":port" in last

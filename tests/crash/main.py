@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from crash.campaign import Campaign, Over, Tally
+from crash.campaign import POINTS, Campaign, Over, Tally
 from railrelay.client.cli._numbers import whole
 
 _LOG_LINES: Final = 60
@@ -31,13 +31,19 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--kills", type=whole(1_000_000), default=100, metavar="N", help="at least (default: %(default)s)"
+        "--kills",
+        type=whole(1_000_000),
+        default=100,
+        metavar="N",
+        help=f"at least, and one at each of the {len(POINTS)} fault points in any case (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, metavar="S", help="of the order of kills; default: another one each time")
     parser.add_argument("--json", action="store_true", help="for programs")
     args = parser.parse_args(words)
     seed = random.SystemRandom().randrange(1 << 31) if args.seed is None else args.seed
     _say(f"seed {seed}")
+    if args.kills < 2 * len(POINTS):
+        _say(f"--kills {args.kills}: goes on until all {len(POINTS)} fault points were tried once, some by two kills")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     began = time.monotonic()

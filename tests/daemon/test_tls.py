@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -11,7 +12,7 @@ import pytest
 from helpers.certificates import YEAR, Authority
 
 from railrelay.daemon import tls
-from railrelay.daemon.config import Security
+from railrelay.daemon.config import ConfigError, Security
 
 
 def ends(section: Mapping[str, object]) -> dict[str, datetime]:
@@ -40,6 +41,17 @@ def test_of_a_chain_the_first_end_counts_and_of_authorities_the_last(tmp_path: P
     found = ends(made)
     assert found["security.tls_certificate"] == ends(short)["security.tls_certificate"]
     assert found["security.tls_ca"] >= ends(long)["security.tls_certificate"]
+
+
+def test_nobody_waits_for_a_file_that_is_none(tmp_path: Path) -> None:
+    section = Authority.make(tmp_path / "authority").section("node")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo, 0o600)
+    for option in section:
+        security = Security(**{**section, option: str(fifo)})  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=rf"^security\.{option}: .*/fifo: not a regular file"):
+            tls.accepting_context(security)
+        tls.ends(security)
 
 
 def test_what_is_no_certificate_has_no_end(tmp_path: Path) -> None:

@@ -21,6 +21,11 @@ OBJECTS_LIMIT: Final = 1
 FEWEST: Final = 4
 
 
+def enough(looks: int) -> bool:
+    """To judge levels by."""
+    return looks - int(looks * WARM_SHARE) >= FEWEST
+
+
 def levels_of(pid: int) -> dict[str, int]:
     fields = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:

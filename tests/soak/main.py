@@ -32,7 +32,7 @@ from railrelay.client.cli._progress import Progress
 from railrelay.client.cli._table import table
 from soak.faults import Faults
 from soak.fleet import Fleet, fleet
-from soak.levels import FEWEST, LIMITS, OBJECTS_LIMIT, Series, levels_of, objects
+from soak.levels import FEWEST, LIMITS, OBJECTS_LIMIT, Series, enough, levels_of, objects
 from soak.traffic import Found, Traffic
 
 ENGINES: Final = 2  # a node
@@ -44,6 +44,7 @@ FAULT_PAUSE_S: Final = 2.0
 STORM_PAUSE_S: Final = 0.4
 LOOKS: Final = 60  # at the levels in a run, if it is long enough for that
 SHORTEST_LOOK_S: Final = 8.0
+SHORTEST_MINUTES: Final = 1
 SETTLED_S: Final = 3.0  # lingering sessions have gone
 MARGIN_S: Final = 300
 PROBLEMS: Final = ("wrong_bytes", "hangs", "lost_notes", "unexpected")
@@ -53,7 +54,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=amount(0.1, 100_000), default=1.5, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--minutes",
+        type=amount(SHORTEST_MINUTES, 100_000),
+        default=1.5,
+        metavar="N",
+        help=f"from {SHORTEST_MINUTES}: less has too few looks to tell what grows (default: %(default)s)",
+    )
     parser.add_argument(
         "--storm", type=whole(10_000_000), metavar="N", help="N transfers instead; the full form is 10000"
     )
@@ -94,8 +101,9 @@ async def soak(seconds: float, seed: int) -> dict[str, Any]:
             began = time.monotonic()
             sending = asyncio.create_task(traffic.run())
             look_s = max(SHORTEST_LOOK_S, seconds / LOOKS)
-            while (at := time.monotonic() - began) < seconds:
-                await _disturb(faults, min(look_s, seconds - at))
+            # A busy machine takes longer over its looks.
+            while (at := time.monotonic() - began) < seconds or not enough(len(series["the daemon"].values)):
+                await _disturb(faults, max(SHORTEST_LOOK_S, min(look_s, seconds - at)))
                 await _calm(traffic, running, sending)
                 at = time.monotonic() - began
                 for name, pid in watched.items():
