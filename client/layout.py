@@ -81,7 +81,8 @@ class PageLayout:
         """Heads ``first`` to ``first + count - 1`` of pieces that hold ``of`` heads one after the other."""
         head = self._part_bytes(of)
         if not 0 <= first < first + count <= of:
-            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"heads {first} to {first + count - 1} of {of}")
+            text = f"heads {first} to {first + count - 1} of {of}; expected some of 0 to {of - 1}"
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
         return replace(self, piece_offset=self.piece_offset + first * head, piece_bytes=count * head)
 
     def starts(self) -> npt.NDArray[np.uint64]:

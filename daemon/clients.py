@@ -33,6 +33,7 @@ from railrelay.shm_layout.segment import ClientState, NoSharedMemory
 
 MAX_TASKS = 256  # requests of one client at a time
 MAX_RANK = 1 << 16
+_SAME_VERSION = "install the same railrelay version for both"
 
 log = logging.getLogger("railrelay")
 
@@ -64,10 +65,13 @@ class Clients:
 
     def admit(self, unix: socket.socket, pid: int) -> None:
         """Credentials are in order."""
-        if len(self._sockets) >= 2 * self._rows.count + 16:
-            self._ctx.state.error(
-                ErrorCode.LIMIT, f"{len(self._sockets)} connections to the control socket; one of pid {pid} closed"
+        most = 2 * self._rows.count + 16
+        if len(self._sockets) >= most:
+            text = (
+                f"{len(self._sockets)} connections to the control socket, at most {most} (2 x limits.max_clients + 16);"
+                f" one of pid {pid} was closed: end what connects without need, or raise limits.max_clients"
             )
+            self._ctx.state.error(ErrorCode.LIMIT, text, key="connections to the control socket")
             hang_up(unix, pid)
             return
         try:
@@ -204,12 +208,12 @@ class Clients:
         if message.protocol != protocol.PROTOCOL_VERSION:
             raise RelayError(
                 ErrorCode.VERSION,
-                f"the client speaks protocol {message.protocol}, the daemon {protocol.PROTOCOL_VERSION}",
+                f"the client speaks protocol {message.protocol}, the daemon {protocol.PROTOCOL_VERSION};"
+                f" {_SAME_VERSION}",
             )
         if message.abi >> 16 != own_major:
-            raise RelayError(
-                ErrorCode.ABI, f"the client has shared-memory layout {message.abi >> 16}, the daemon {own_major}"
-            )
+            text = f"the client has shared-memory layout {message.abi >> 16}, the daemon {own_major}; {_SAME_VERSION}"
+            raise RelayError(ErrorCode.ABI, text)
         if self._ctx.draining:
             raise RelayError(ErrorCode.DRAINING, "the daemon is going down")
         rail = self._ctx.config.rail_of(message.rank, self._ctx.nearest_rails) if 0 <= message.rank < MAX_RANK else None

@@ -213,7 +213,8 @@ class Conductor:
         if up:
             log.info("%s is up", where)
         else:
-            self._error(ErrorCode.RAIL_DOWN, f"{where} is down (event {event})", key=f"{where} is down")
+            text = f"{where} is down (event {event}); check its cable and switch, it comes back by itself"
+            self._error(ErrorCode.RAIL_DOWN, text, key=f"{where} is down")
         self._sessions.tell_rail_state(rail, up)
         self._peers.port_changed(rail, up)
 
@@ -267,7 +268,8 @@ class Conductor:
             if time.monotonic() >= deadline:
                 self._error(
                     ErrorCode.DRAINING,
-                    f"{live} transfers were in flight after {self.config.timeouts.drain_s:g} s of draining",
+                    f"{live} transfers were in flight after {self.config.timeouts.drain_s:g} s of draining; they end as"
+                    " DAEMON_GONE, unless timeouts.drain_s gives them more time",
                 )
                 return
             if look == 0:

@@ -209,7 +209,11 @@ class Helpers:
     def new_memory(self) -> int:
         """A number that has not been in use for the longest time. RelayError LIMIT."""
         if len(self._memories) == MAX_MEMORIES:
-            raise RelayError(ErrorCode.LIMIT, f"{MAX_MEMORIES} pieces of memory are registered; unregister some")
+            raise RelayError(
+                ErrorCode.LIMIT,
+                f"{MAX_MEMORIES} pieces of memory (lanes, bounce memory and regions of all clients) are registered with"
+                " the emulated NICs, and no more can be; unregister regions, or end clients",
+            )
         number = self._latest_memory % MAX_MEMORIES + 1
         while number in self._memories:
             number = number % MAX_MEMORIES + 1

@@ -120,7 +120,10 @@ class Flush:
 
     async def _new(self, client: int, region: Keys, place: Place) -> _Key:
         if client not in self._keys and len(self._keys) == MAX_FLUSH_TARGETS:
-            text = f"{place.what}: {MAX_FLUSH_TARGETS} clients receive into GPU memory already"
+            text = (
+                f"{place.what}: {len(self._keys)} clients of this daemon receive into GPU memory, and at most"
+                f" {MAX_FLUSH_TARGETS} can; register it with receive=False, or receive into memory of alloc()"
+            )
             raise RelayError(ErrorCode.LIMIT, text)
         what, keys = f"flush key of {place.what}", Keys(pid=region.pid)
         try:

@@ -53,7 +53,8 @@ class Offers:
         """The region that the daemon of this session may open. RelayError BAD_CAPABILITY."""
         region, meant = self._by_capability.get(capability, (None, ANYBODY))
         if region is None:
-            raise RelayError(ErrorCode.BAD_CAPABILITY, f"{self._own_session} offers no such region")
+            text = f"{self._own_session} offers no such region (any more); ask its engine for a new offer"
+            raise RelayError(ErrorCode.BAD_CAPABILITY, text)
         if meant not in (ANYBODY, session):
             text = f"this region of {self._own_session} was offered to {meant} alone, not to {session}"
             raise RelayError(ErrorCode.BAD_CAPABILITY, text)

@@ -109,9 +109,12 @@ class Rails:
 
     def _accept(self, rail: int, stranger: socket.socket) -> None:
         if len(self._strangers) >= MAX_STRANGERS:
-            self._report(
-                ErrorCode.LIMIT, f"rail {rail}: {MAX_STRANGERS} connections without a token; another was closed"
+            text = (
+                f"rail {rail}: {len(self._strangers)} connections have shown no token yet, the most that may wait, and"
+                " another was closed: a daemon shows its token at once, keep others from"
+                f" {self.facts[rail].address} port {self.facts[rail].port}"
             )
+            self._report(ErrorCode.LIMIT, text, key=f"rail {rail}: connections without a token")
             stranger.close()
             return
         task = asyncio.get_running_loop().create_task(self._check(rail, stranger))

@@ -517,7 +517,12 @@ class Requests:
                 ErrorCode.BAD_LENGTH, f"notification of {len(message.payload)} bytes; at most {protocol.NOTE_BYTES}"
             )
         if not 0 <= message.transfer < self._ctx.config.relay.transfers or not 0 <= message.tag < 1 << 64:
-            raise RelayError(ErrorCode.BAD_ARGUMENT, f"transfer {message.transfer}, tag {message.tag}")
+            raise RelayError(
+                ErrorCode.BAD_ARGUMENT,
+                f"notification of transfer {message.transfer} with tag {message.tag}: expected a transfer from 0 to"
+                f" {self._ctx.config.relay.transfers - 1} (relay.transfers) and a tag from 0 to 2**64 - 1; install the"
+                " same railrelay version for client and daemon",
+            )
         client.notes[message.transfer] = message
         return protocol.Done(message.id)
 
@@ -545,7 +550,7 @@ class Requests:
 
 def _timeout(timeout_s: float) -> float:
     if not timeout_s >= 0:
-        raise RelayError(ErrorCode.BAD_ARGUMENT, f"timeout of {timeout_s} s")
+        raise RelayError(ErrorCode.BAD_ARGUMENT, f"timeout of {timeout_s} s; expected 0 or more")
     return min(timeout_s, LONGEST_WAIT_S)
 
 

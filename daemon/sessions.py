@@ -159,7 +159,10 @@ class Sessions:
             return True
         fair = crowd == origin or share[crowd] > share[origin] + 1
         which = f"the oldest of {crowd}" if fair else f"another of {origin}"
-        text = f"{limit}; {which} was closed, and connects again by itself if it is a daemon"
+        text = (
+            f"{limit}, the most that may wait; {which} was closed, and connects again by itself if it is a daemon: if"
+            f" not, keep it from {self._ctx.session}"
+        )
         self._ctx.state.error(ErrorCode.LIMIT, text, key="control connections without Hello")
         if fair:
             oldest = next(link for link, where in self._strangers.items() if where == crowd)
@@ -386,9 +389,8 @@ class Sessions:
     def _open(self, session: Session, message: protocol.PeerOpenRegion) -> Answer:
         region = self._offers.find(message.capability, session.name)
         if not region.receive:
-            raise RelayError(
-                ErrorCode.BAD_CAPABILITY, f"the region at {self._ctx.session} was registered as a source only"
-            )
+            text = f"the region at {self._ctx.session} was registered as a source only; register it with receive=True"
+            raise RelayError(ErrorCode.BAD_CAPABILITY, text)
         rail = self._ctx.rails[region.rail]
         if rail.nic == "emulated" and not region.direct:
             raise RelayError(
@@ -537,7 +539,11 @@ class Sessions:
         most = 4 * len(self._ctx.rails) * len(session.rails)  # bulk and express, and their successors
         have = len(session.receivers) + len(session.tokens) + len(session.probes) + session.opening
         if have >= most:
-            raise RelayError(ErrorCode.LIMIT, f"{session.name} has {most} rail connections to {self._ctx.session}")
+            raise RelayError(
+                ErrorCode.LIMIT,
+                f"{session.name} has {have} rail connections to {self._ctx.session}, and at most {most} (4 for each"
+                " pair of rails) are taken; if they do not end, restart the daemon there",
+            )
 
     async def _queue_pair(self, session: Session, message: protocol.RailConnect) -> Answer:
         """It is ready to receive when the sender learns of it."""
@@ -712,7 +718,10 @@ class Sessions:
         finally:
             session.notes_waiting -= 1
         if not taken:
-            text = f"{client} reads no notifications: {MAX_EVENTS_UNSENT} wait for it"
+            text = (
+                f"{client} reads no notifications: {MAX_EVENTS_UNSENT} wait for it, and no more can; take them by"
+                " Client.receiver.notifications"
+            )
             self._ctx.state.error(ErrorCode.LIMIT, text, key=f"notifications of client {client.row}.{client.serial}")
             raise RelayError(ErrorCode.LIMIT, text)
         answer = self._note(session, message)

@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -19,13 +20,17 @@ import pytest
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
 from railrelay.client.protocol import Endpoint, RailFacts
-from railrelay.daemon import authentication, config, dmabuf
+from railrelay.daemon import authentication, config, dmabuf, emulated
 from railrelay.daemon.authentication import ACCEPTING, Secrets
 from railrelay.daemon.commands import Commands
 from railrelay.daemon.context import Context
+from railrelay.daemon.emulated import Helpers
+from railrelay.daemon.flush import Flush, Place
 from railrelay.daemon.link import Link
 from railrelay.daemon.offers import Offers
 from railrelay.daemon.peers import Peer, Peers, Sender
+from railrelay.daemon.plane import MAX_FLUSH_TARGETS
+from railrelay.daemon.requests import Requests
 from railrelay.daemon.sessions import DEBTS_AT_A_TIME, MAX_STRANGERS, STRANGERS_OF_A_HOST, Session, Sessions
 from railrelay.daemon.takeover import Pair, Takeover
 from railrelay.daemon.tls import Tls
@@ -33,7 +38,6 @@ from railrelay.daemon.verbs import Keys, RailPort, Verbs
 
 if TYPE_CHECKING:
     from railrelay.daemon.client import Client
-    from railrelay.daemon.flush import Flush
     from railrelay.daemon.rails import Rails
 
 TIME_LIMIT_S = 10
@@ -688,6 +692,57 @@ def test_no_host_takes_the_places_of_others_before_it_has_authenticated() -> Non
         sessions.close()
 
     on_node(scenario)
+
+
+def test_limits_name_the_thing_the_value_the_limit_and_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a real peer or engine comes to only after very many."""
+
+    async def scenario(node: Node) -> None:
+        sessions = sessions_of(node)
+
+        def room() -> None:
+            session = Session(0, 7, "there:1", rail_facts())
+            session.opening = 4 * len(node.ctx.rails) * len(session.rails)
+            sessions._check_room(session)
+
+        for _ in range(STRANGERS_OF_A_HOST + 1):
+            sessions.new_link("10.0.0.1")
+        [stranger] = node.state.errors
+        expected = [
+            (
+                stranger,
+                ["16 control connections of 10.0.0.1 without Hello", "most that may wait", "keep it from here:1"],
+            ),
+            (refusal(room), ["there:1 has 16 rail connections to here:1", "at most 16", "restart the daemon there"]),
+        ]
+        client = cast("Any", SimpleNamespace(remotes={1: None}))
+        unused, transfers = cast("Any", None), cast("Any", SimpleNamespace(fence=None))
+        requests = Requests(node.ctx, unused, sessions, unused, transfers, unused, unused)
+        note = protocol.Note(1, 1024, 1, 1, 5, b"")
+        words = ["notification of transfer 1024 with tag 5", "0 to 1023 (relay.transfers)", "same railrelay version"]
+        expected.append((refusal(lambda: requests._note(client, note)), words))
+        monkeypatch.setattr(emulated, "MAX_MEMORIES", 1)
+        helpers = Helpers()
+        helpers.new_memory()
+        words = ["1 pieces of memory (lanes, bounce memory and regions of all clients)", "no more can be", "unregister"]
+        expected.append((refusal(helpers.new_memory), words))
+        flush = Flush(node.ctx)
+        flush._keys = dict.fromkeys(range(MAX_FLUSH_TARGETS), cast("Any", None))
+        with pytest.raises(RelayError) as failure:
+            await flush._new(MAX_FLUSH_TARGETS, Keys(), Place("region 3", 0, 4096, 0))
+        words = ["region 3: 64 clients of this daemon receive into GPU memory", "at most 64 can", "receive=False"]
+        expected.append((failure.value.text, words))
+        for text, parts in expected:
+            assert all(part in text for part in parts), text
+        sessions.close()
+
+    on_node(scenario)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(RelayError) as failure:
+        call()
+    return failure.value.text
 
 
 def test_debt_that_ends_before_it_is_paid_is_no_error() -> None:
