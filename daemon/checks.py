@@ -108,6 +108,7 @@ def memlock(node: Node) -> Finding:
     """Registered memory counts against it."""
     if not node.verbs_rails:
         return Finding(OK, _NO_RDMA)
+    wanted = node.host_lane_bytes * len(node.verbs_rails)  # each rail's NIC locks it on its own account
     own, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limits = [("this process", -1 if own == resource.RLIM_INFINITY else own, "self")]
     if node.pid:
@@ -119,10 +120,10 @@ def memlock(node: Node) -> Finding:
             f"{who}: {_UNLIMITED if limit < 0 else _mib(limit)}{' (CAP_IPC_LOCK: not counted)' if free else ''}"
         )
         if limit >= 0 and not free and (who != "this process" or not node.pid):
-            worst = FAIL if limit < node.host_lane_bytes else WARN
+            worst = FAIL if limit < wanted else WARN
     todo = (
-        f"LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited` before railrelayd starts: lanes take"
-        f" {_mib(node.host_lane_bytes)}, and what engines register is locked too"
+        f"LimitMEMLOCK=infinity in the unit, or `ulimit -l unlimited` before railrelayd starts: all lanes take"
+        f" {_mib(wanted)}, each once for each NIC, and what engines register is locked too"
     )
     return Finding(worst, "; ".join(shown), todo if worst != OK else "", root=worst != OK)
 

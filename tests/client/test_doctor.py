@@ -47,6 +47,14 @@ def test_memlock_is_that_of_the_daemon(tree: MachineTree, limit: str, capabiliti
     assert ("LimitMEMLOCK=infinity" in found.todo) == (result != "ok")
 
 
+def test_memlock_counts_each_lane_for_each_nic(tree: MachineTree) -> None:
+    """2 ranks with 2 lanes of 144 MiB, each on 2 NICs."""
+    for limit, result in ((1152, "warn"), (1151, "fail")):
+        process(tree, str(limit << 20))
+        found = checks.memlock(node(tree, VERBS * 2, PID))
+        assert (found.result, "all lanes take 1152 MiB" in found.todo) == (result, True)
+
+
 def test_shared_memory_must_hold_what_the_configuration_asks_for(tree: MachineTree) -> None:
     small = '[relay]\nslots = 2\nslot_bytes = "64KiB"\ntable_entries = 16\n'
     assert checks.shared_memory(node(tree, small + VERBS)).result == "ok"
