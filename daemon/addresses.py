@@ -10,11 +10,13 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from railrelay.daemon.config import Config
 from railrelay.daemon.pci import ROOT, text
 from railrelay.daemon.verbs_ports import Address
+
+_SHOWN: Final = 16  # addresses in an error
 
 
 def check(config: Config) -> None:
@@ -34,7 +36,7 @@ def _foreign(config: Config) -> Iterator[str]:
         if rail.nic == "tcp" and not _is_here(socket.AF_INET6 if ":" in rail.address else socket.AF_INET, rail.address):
             yield (
                 f"rail[{index}].address: {json.dumps(rail.address)} is no address of this machine, which has"
-                f" {', '.join(of_machine())}; name that of the interface of rail {config.identity(index)}, or give it"
+                f" {_known()}; name that of the interface of rail {config.identity(index)}, or give it"
                 f" this one (`ip address add {rail.address}/PREFIX dev INTERFACE`)"
             )
     host = config.node.host
@@ -46,7 +48,7 @@ def _foreign(config: Config) -> Iterator[str]:
     if not _is_here(family, str(sockaddr[0])):
         means = "" if sockaddr[0] == host else f", which is {sockaddr[0]},"
         yield (
-            f"node.host: {json.dumps(host)}{means} is no address of this machine, which has {', '.join(of_machine())};"
+            f"node.host: {json.dumps(host)}{means} is no address of this machine, which has {_known()};"
             " name the one by which peers reach its control port"
         )
 
@@ -69,7 +71,7 @@ def unreachable(config: Config, root: Path = ROOT) -> str:
     means = "" if sockaddr[0] == config.node.host else f" is {sockaddr[0]} and"
     return (
         f"node.host: {json.dumps(config.node.host)}{means} reaches this machine alone, but {outside[0]}: for other"
-        f" nodes name an address by which they reach the control port; this machine has {', '.join(of_machine())}"
+        f" nodes name an address by which they reach the control port; this machine has {_known()}"
     )
 
 
@@ -83,9 +85,15 @@ def resolved(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
         raise OSError(
             number,
             f"node.host: {json.dumps(host)}: {why}; name an address of this machine, which has"
-            f" {', '.join(of_machine())}, or a name of one",
+            f" {_known()}, or a name of one",
         ) from None
     return family, address
+
+
+def _known() -> str:
+    found = of_machine()
+    more = f" and {len(found) - _SHOWN} more (`ip -br address`)" if len(found) > _SHOWN else ""
+    return f"{', '.join(found[:_SHOWN]) or 'none'}{more}"
 
 
 def of_machine(root: Path = ROOT) -> list[str]:

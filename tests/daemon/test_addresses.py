@@ -84,6 +84,13 @@ def test_rails_of_this_machine_and_those_that_only_name_one_are_good() -> None:
     assert addresses.unreachable(emulated) == addresses.unreachable(config.parse("")) == ""
 
 
+def test_of_many_addresses_the_first_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = [f"10.0.0.{number}" for number in range(20)]
+    monkeypatch.setattr(addresses, "of_machine", lambda: many)
+    [wrong] = addresses.foreign(config.parse(f'{TRUSTED}[[rail]]\naddress = "{FOREIGN}"\n'))
+    assert f"which has {', '.join(many[:16])} and 4 more (`ip -br address`); name" in wrong
+
+
 def test_a_machine_has_its_addresses_without_networks_broadcasts_and_link_local_ones(tmp_path: Path) -> None:
     tree = MachineTree(tmp_path / "machine")
     leaves = [("0.0.0.0", "/0 universe UNICAST"), ("10.1.0.0", "/24 link UNICAST"), ("10.1.0.7", "/32 host LOCAL")]
