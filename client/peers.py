@@ -50,7 +50,7 @@ class RemoteTable:
         self._gpu = gpu
         self._connection = connection
         self._lock = threading.Lock()
-        self._open: dict[int, RemoteRegion] = {}
+        self._open: dict[int, list[RemoteRegion]] = {}  # by index: each was opened by another offer of one registration
         self._closing: dict[int, RemoteRegion] = {}  # closed here; transfers in flight still name them
         self._last_space = 0
         self._ended = False
@@ -59,25 +59,26 @@ class RemoteTable:
 
     def of(self, peer: Peer) -> list[RemoteRegion]:
         with self._lock:
-            return [remote for remote in self._open.values() if remote.peer is peer]
+            return [remote for remotes in self._open.values() for remote in remotes if remote.peer is peer]
 
     def is_open(self, remote: RemoteRegion) -> bool:
-        return self._open.get(remote.index) is remote
+        return remote in self._open.get(remote.index, ())
 
     def add(self, peer: Peer, opened: protocol.RegionOpened, capability: bytes, fds: list[int]) -> RemoteRegion:
-        """Control thread; owns the descriptors. A region of the same process that overlaps is an earlier registration,
-        and closed."""
+        """Control thread; owns the descriptors. Another offer of a registration that is known shares its index. A
+        region of the same process that overlaps is an earlier registration, and closed."""
         faults.point("client.remote.opened")
         try:
+            with self._lock:
+                self._check_open()
+                shared = self._share(peer, opened, capability)
+            if shared is not None:
+                self._connection.tell(protocol.CloseRegion(self._connection.new_id(), opened.remote))
+                return shared
             self._map(opened, fds)
             with self._lock:
                 self._check_open()
-                for other in list(self._open.values()):
-                    if _overlap(other, peer, opened):
-                        self._closing[other.index] = self._open.pop(other.index)
-                self._end_closing()
-                if any(_overlap(other, peer, opened) for other in self._closing.values()):
-                    raise Busy(ErrorCode.BUSY, f"an earlier registration of {opened.address:#x} still has transfers")
+                self._supersede(peer, opened)
                 remote = RemoteRegion(peer, opened, self._space(peer, opened.owner), capability)
                 with core_errors():
                     self._core.add_remote(
@@ -92,7 +93,7 @@ class RemoteTable:
                         bool(opened.handle),
                         opened.memory == "device",
                     )
-                self._open[remote.index] = remote
+                self._open[remote.index] = [remote]
                 return remote
         except RelayError:
             self._unmap(opened.remote)
@@ -100,6 +101,27 @@ class RemoteTable:
             raise
         finally:
             close_all(fds)
+
+    def _supersede(self, peer: Peer, opened: protocol.RegionOpened) -> None:
+        """Holding the lock. Busy."""
+        for index, (other, *_) in list(self._open.items()):
+            if _overlap(other, peer, opened):
+                self._closing[index] = other
+                del self._open[index]
+        self._end_closing()
+        if any(_overlap(other, peer, opened) for other in self._closing.values()):
+            raise Busy(ErrorCode.BUSY, f"an earlier registration of {opened.address:#x} still has transfers")
+
+    def _share(self, peer: Peer, opened: protocol.RegionOpened, capability: bytes) -> RemoteRegion | None:
+        """Holding the lock. Whoever opened the other offer need not know, and may close its own."""
+        known = (*(remotes[0] for remotes in self._open.values()), *self._closing.values())
+        for other in known:
+            if other.peer is peer and other.export == opened.export and not other.withdrawn:
+                remote = other.opened_again(capability)
+                self._open.setdefault(other.index, []).append(remote)
+                self._closing.pop(other.index, None)
+                return remote
+        return None
 
     def _check_open(self) -> None:
         if self._ended:
@@ -124,7 +146,10 @@ class RemoteTable:
             if self._ended:
                 return
             if self.is_open(remote):
-                self._closing[remote.index] = self._open.pop(remote.index)
+                self._open[remote.index].remove(remote)
+                if not self._open[remote.index]:
+                    del self._open[remote.index]
+                    self._closing[remote.index] = remote
             self._end_closing()
 
     def gone(self, index: int) -> None:
@@ -133,7 +158,10 @@ class RemoteTable:
         faults.point("client.remote.unmapped")
         with self._lock:
             if index in self._open:
-                self._closing[index] = self._open.pop(index)
+                self._closing[index] = self._open.pop(index)[0]
+            if index not in self._closing:  # CloseRegion has said it, and the index may be another region's by now
+                return
+            self._closing[index].withdrawn = True
             self._connection.tell(protocol.LetGo(self._connection.new_id(), [index]))
             self._end_closing()
 
@@ -164,7 +192,7 @@ class RemoteTable:
     def _space(self, peer: Peer, owner: int) -> int:
         spaces = {
             remote.owner: remote.space
-            for remote in (*self._open.values(), *self._closing.values())
+            for remote in (*(remotes[0] for remotes in self._open.values()), *self._closing.values())
             if remote.peer.index == peer.index
         }
         if owner in spaces:
@@ -215,8 +243,9 @@ class Peer:
         return self.attachment.remotes.is_open(remote)
 
     def open(self, offer: bytes, timeout: float = LOCAL_TIMEOUT_S) -> RemoteRegion:
-        """Exchanges an offer for the right to write into the region. The same offer gives the same object. Raises
-        RegionError (unknown or withdrawn offer), PeerError, ArgumentError, WaitTimeout."""
+        """Exchanges an offer for the right to write into the region. The same offer gives the same object; another
+        offer of the region one of its own, which is closed by itself. Raises RegionError (unknown or withdrawn offer),
+        PeerError, ArgumentError, WaitTimeout."""
         content = decode_offer(offer)
         with self._opening:
             self._check_up()

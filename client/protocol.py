@@ -224,6 +224,7 @@ class PeerConnected(Message, frozen=True, tag="PeerConnected"):
 class RegionOpened(Message, frozen=True, tag="RegionOpened"):
     """owner: number of the owning client at the peer. window_bytes: 0, or the most bytes of one slice where the owner
     must copy them out of bounce memory itself; such slices wait for a grant, and have at most window_runs runs.
+    export: what the peer calls this registration of the memory, whichever of its offers was opened.
 
     handle: "" or, if the client may write there itself, what names the memory: "shm" and "vmm" are a descriptor beside
     the message, "ipc" the bytes of a CUDA IPC handle; the region is at ``offset`` of it. The rest as in Register."""
@@ -236,6 +237,7 @@ class RegionOpened(Message, frozen=True, tag="RegionOpened"):
     owner: int
     window_bytes: int
     window_runs: int
+    export: int
     memory: str = "host"
     device: str = ""
     handle: str = ""

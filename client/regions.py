@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import mmap
 import operator
@@ -269,12 +270,20 @@ class RemoteRegion:
         self.nbytes = opened.bytes
         self.rail = opened.rail
         self.owner = opened.owner
+        self.export = opened.export
         self.space = space  # what the core's addresses of this process are raised by
         self.capability = capability
+        self.withdrawn = False
 
     def close(self) -> None:
         """Later writes to the region are refused here. Idempotent."""
         self.peer.close_region(self)
+
+    def opened_again(self, capability: bytes) -> RemoteRegion:
+        """The same, by another offer."""
+        other = copy.copy(self)
+        other.capability = capability
+        return other
 
     def __repr__(self) -> str:
         return f"RemoteRegion({self.address:#x} +{self.nbytes}, rail {self.rail}, {self.peer.session})"

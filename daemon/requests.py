@@ -478,7 +478,7 @@ class Requests:
         faults.point("daemon.remote.added")
         reply = protocol.RegionOpened(
             message.id, index, opened.address, opened.bytes, opened.rail, opened.owner, opened.window_bytes,
-            opened.window_runs,
+            opened.window_runs, opened.handle,
         )  # fmt: skip
         # What the peer here has let open is offered, unless it was withdrawn meanwhile.
         region = None

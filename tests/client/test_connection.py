@@ -106,7 +106,7 @@ def test_what_follows_a_reply_sees_it_handled(daemon: Daemon, connection: Connec
     seen: list[str] = []
     connection.on_event = lambda event: seen.append(type(event).__name__)
     request = protocol.OpenRegion(connection.new_id(), 1, b"")
-    opened = protocol.RegionOpened(request.id, 5, 0, 1, 0, 0, 0, 0)
+    opened = protocol.RegionOpened(request.id, 5, 0, 1, 0, 0, 0, 0, 0)
     thread = answering(daemon, opened, protocol.RegionGone(5))
 
     def then(_: protocol.RegionOpened, __: list[int]) -> None:
