@@ -96,6 +96,8 @@ class Attachment:
             if isinstance(failure, OSError):
                 text = f"the daemon's segments cannot be mapped: {failure.strerror or failure}"
                 raise ConnectError(ErrorCode.INTERNAL, text) from None
+            if isinstance(failure, Exception) and not isinstance(failure, ConnectError):
+                raise ConnectError(ErrorCode.INTERNAL, f"attaching: {type(failure).__name__}: {failure}") from failure
             raise
         self.session = facts.session
         self.rails = len(self._kicks)
@@ -185,7 +187,7 @@ class Attachment:
                 self._add_bounces(bounces)
                 with core_errors():
                     self.core.add_region(reply.region, request.address, request.bytes, reply.direct, on_gpu, reply.rail)
-            except (RelayError, OSError):
+            except BaseException:
                 self.connection.tell(protocol.Unregister(self.connection.new_id(), reply.region))
                 raise
             self.held_regions[reply.region] = region
@@ -277,6 +279,9 @@ class Attachment:
     # ---- on the control thread ----
 
     def _attached(self, facts: protocol.Attached, fds: list[int]) -> protocol.Attached:
+        if len(fds) < 2:
+            close_all(fds)
+            raise RelayError(ErrorCode.PROTOCOL, f"Attached came with {len(fds)} descriptors")
         segment, node, *self._kicks = fds
         try:
             with core_errors():
@@ -349,8 +354,10 @@ class Attachment:
         return DaemonGone(ErrorCode.GPU_ERROR, f"{name}: {RESULT_TEXT[Result.GPU_ERROR]}") if name else None
 
     def _gone(self) -> None:
-        self.core.fail_all(Result.DAEMON_GONE)
-        self.remotes.let_go()
-        self.completions.dispatch()
-        self.gone = True
-        self._on_gone(self)
+        try:
+            self.core.fail_all(Result.DAEMON_GONE)
+            self.remotes.let_go()
+            self.completions.dispatch()
+        finally:
+            self.gone = True
+            self._on_gone(self)

@@ -3,6 +3,7 @@ restarted; what the daemon has to know then is kept here and in regions.py."""
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 import threading
@@ -32,7 +33,8 @@ from railrelay.client.paths import default_socket
 from railrelay.client.peers import Peer, Ready
 from railrelay.client.receiver import Receiver
 from railrelay.client.regions import Buffer, Region, RemoteRegion, decode_offer, memory_of, shared_memory, span_of
-from railrelay.client.transfer import Transfer, nanoseconds
+from railrelay.client.timeouts import LONGEST_S, nanoseconds, seconds
+from railrelay.client.transfer import Transfer
 from railrelay.shm_layout import faults
 
 _GPU_OPTIONS: Final = GpuOptions()
@@ -41,6 +43,7 @@ _LONGEST_PAUSE_S: Final = 1.0
 _LOOK_S: Final = 0.05  # between the exit of the daemon and the notice of it nobody tells
 # What no waiting changes: another daemon than the one that was there.
 _FINAL: Final = frozenset({ErrorCode.VERSION, ErrorCode.ABI, ErrorCode.DENIED, ErrorCode.BAD_RANK})
+_NUMBERS: Final = (float, int)
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
 
@@ -99,13 +102,21 @@ class Client:
         is of no use any more once the daemon has exited.
         ``name`` is shown by the admin commands. ``feeder_cpu``: CPU to pin the feeder thread to, -1 for none. ``gpu``:
         CUDA ordinal or UUID of the rank's GPU; without it the client takes that of the first GPU memory it registers.
-        Raises ConnectError: no daemon, no permission, another version, rank out of range or taken, no such GPU."""
-        path = default_socket(instance) if socket is None else Path(socket)
+        Raises ConnectError (no daemon, no permission, another version, rank out of range or taken, no such GPU),
+        ArgumentError."""
+        path = _path_of(socket, instance)
+        rank, feeder_cpu = _integer(rank, "rank"), _integer(feeder_cpu, "feeder_cpu")
+        cpus = os.sysconf("SC_NPROCESSORS_CONF")
+        if not -1 <= feeder_cpu < cpus:
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"feeder_cpu {feeder_cpu}; expected -1, or 0 to {cpus - 1}")
+        if not isinstance(name, str):
+            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"name {name!r}: expected text")
         if route not in list(Route):
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"route {route!r}: one of {', '.join(Route)}")
         if not isinstance(gpu_options, GpuOptions):
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"gpu_options {gpu_options!r}: expected {_GPU_OPTIONS}")
-        wish = Wish(path, rank, name, Route(route).number, local, feeder_cpu, gpu, gpu_options, timeout)
+        limit_s = seconds(timeout, above_zero=True)
+        wish = Wish(path, rank, name, Route(route).number, local, feeder_cpu, gpu, gpu_options, limit_s)
         return cls(wish, reattach=reattach)
 
     def __init__(self, wish: Wish, *, reattach: bool) -> None:
@@ -156,7 +167,7 @@ class Client:
         Raises WaitTimeout; DaemonGone if the client does not attach again (``reattach``, a session that the daemon
         ended, a refusal that waiting does not change)."""
         self._attachment.connection.check_process()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds(timeout)
         with self._changed:
             while True:
                 attachment = self._attachment
@@ -223,11 +234,11 @@ class Client:
     def peer(self, session: str, timeout: float = 5.0) -> Peer:
         """The daemon with this session ("host:port" or "[v6]:port"), connected on first use and then kept. Raises
         PeerError (unreachable within ``timeout`` seconds, refused), ArgumentError."""
-        return self._attachment.peer(session, timeout)
+        return self._attachment.peer(session, seconds(timeout))
 
     def open(self, offer: bytes, timeout: float = 5.0) -> RemoteRegion:
         """Connects to the peer that an offer comes from and opens it there; see Peer.open()."""
-        session, deadline = decode_offer(offer).session, time.monotonic() + timeout
+        session, deadline = decode_offer(offer).session, time.monotonic() + seconds(timeout)
         while True:
             try:
                 peer = self.peer(session, max(0.0, deadline - time.monotonic()))
@@ -252,13 +263,15 @@ class Client:
     ) -> Transfer:
         """Peer.write() to the process that owns the region ``target``, or to a peer or session. Contiguous uint64
         arrays and a RemoteRegion take a shorter way."""
-        plain = notify is None and ready is None and type(tag) is int and timeout > 0
-        if plain and type(target) is RemoteRegion and target.peer.has_open(target) and not target.peer.is_down:
-            attachment, one = target.peer.attachment, type(lengths) is int
+        plain = notify is None and ready is None and type(tag) is int
+        limited = type(timeout) in _NUMBERS and 0 < timeout <= LONGEST_S
+        remote = target if type(target) is RemoteRegion else None
+        if plain and limited and remote and remote.peer.has_open(remote) and not remote.peer.is_down:
+            attachment, one = remote.peer.attachment, type(lengths) is int
             try:
                 submission = attachment.core.write_now(
-                    target.peer.index,
-                    target.space,
+                    remote.peer.index,
+                    remote.space,
                     cast(Addresses, sources),
                     cast(Addresses, destinations),
                     None if one else cast(Addresses, lengths),
@@ -267,7 +280,7 @@ class Client:
                     nanoseconds(timeout),
                 )
                 return Transfer(
-                    submission, attachment.connection, attachment.completions, cast(int, tag), target.peer.session
+                    submission, attachment.connection, attachment.completions, cast(int, tag), remote.peer.session
                 )
             except (core.SubmitError, TypeError, ValueError, OverflowError):
                 pass  # below is the way that says what is wrong, or leases the lane first
@@ -436,6 +449,22 @@ class Client:
             region.forget()
             raise
         return region
+
+
+def _path_of(socket: object, instance: object) -> Path:
+    if isinstance(socket, str | os.PathLike):
+        return Path(socket)
+    if socket is None and isinstance(instance, str):
+        return default_socket(instance)
+    text = f"socket {socket!r}, instance {instance!r}: expected a path, or None and text"
+    raise ArgumentError(ErrorCode.BAD_ARGUMENT, text)
+
+
+def _integer(value: int, name: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"{name} {value!r}: expected an integer") from None
 
 
 def _gpu_memory_of(buffer: Any, *, writable: bool) -> tuple[int, int] | None:  # noqa: ANN401

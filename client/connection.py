@@ -25,6 +25,7 @@ from railrelay.client.errors import ArgumentError, ConnectError, DaemonGone, Err
 from railrelay.shm_layout import faults
 
 LOCAL_TIMEOUT_S: Final = 30.0  # for requests that the local daemon answers alone
+_LONGEST_CONNECT_S: Final = 1e6  # sockets count in ms, in 32 bits
 _FDS_MAX: Final = 64
 _EXIT_S: Final = 0.2  # between the hang-up of an exiting daemon and its pidfd
 _UCRED: Final = struct.Struct("iII")
@@ -222,8 +223,9 @@ class Connection:
                 # Replies that a dying daemon still sent come before the news of its death.
                 if not stopped and not (self._socket.fileno() in ready and self._receive()):
                     break
-        except (OSError, msgspec.MsgspecError) as failure:
-            self._last_words = self._last_words or str(failure)
+        except Exception as failure:  # noqa: BLE001 - also of who is told of an event
+            known = isinstance(failure, OSError | RelayError | msgspec.MsgspecError)
+            self._last_words = self._last_words or (str(failure) if known else f"{type(failure).__name__}: {failure}")
         finally:
             if not stopped:
                 self._end()
@@ -255,7 +257,7 @@ class Connection:
         elif isinstance(message, question.reply):
             try:
                 question.future.set_result(question.then(message, fds))
-            except (RelayError, OSError) as failure:
+            except Exception as failure:  # noqa: BLE001 - whoever asked waits for it, and other questions go on
                 question.future.set_exception(failure)
         else:
             close_all(fds)
@@ -305,7 +307,7 @@ def _connected(path: Path, timeout: float) -> socket.socket:
     with contextlib.ExitStack() as undo:
         try:
             unix = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC))
-            unix.settimeout(timeout)
+            unix.settimeout(min(timeout, _LONGEST_CONNECT_S))
             unix.connect(str(path))
             unix.settimeout(LOCAL_TIMEOUT_S)
         except OSError as failure:

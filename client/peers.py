@@ -15,7 +15,8 @@ from railrelay.client.connection import LOCAL_TIMEOUT_S, close_all
 from railrelay.client.errors import ArgumentError, Busy, ErrorCode, PeerError, RegionError, RelayError, error
 from railrelay.client.layout import PageLayout, addresses, page_numbers
 from railrelay.client.regions import RemoteRegion, decode_offer
-from railrelay.client.transfer import Transfer, core_errors, nanoseconds, tag_of
+from railrelay.client.timeouts import nanoseconds, seconds
+from railrelay.client.transfer import Transfer, core_errors, tag_of
 from railrelay.shm_layout import faults
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class RemoteTable:
                     )
                 self._open[remote.index] = [remote]
                 return remote
-        except RelayError:
+        except BaseException:
             self._unmap(opened.remote)
             self._connection.tell(protocol.CloseRegion(self._connection.new_id(), opened.remote))
             raise
@@ -246,7 +247,7 @@ class Peer:
         """Exchanges an offer for the right to write into the region. The same offer gives the same object; another
         offer of the region one of its own, which is closed by itself. Raises RegionError (unknown or withdrawn offer),
         PeerError, ArgumentError, WaitTimeout."""
-        content = decode_offer(offer)
+        content, timeout = decode_offer(offer), seconds(timeout)
         with self._opening:
             self._check_up()
             known = [remote for remote in self.regions if remote.capability == content.capability]
@@ -390,8 +391,7 @@ class Peer:
         self, tag: int | bytes | str, timeout: float, notify: bytes | None, within: RemoteRegion | None
     ) -> tuple[int, int, RemoteRegion]:
         """(tag, time-out in ns, a region of the process that is written to)"""
-        if not timeout > 0:
-            raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"timeout of {timeout} s; expected more than 0")
+        timeout = seconds(timeout, above_zero=True)
         if notify is not None and not isinstance(notify, bytes):
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, f"notify is {type(notify).__name__}; expected bytes")
         if notify is not None and len(notify) > protocol.NOTE_BYTES:

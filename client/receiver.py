@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from railrelay.client import protocol
 from railrelay.client.errors import ArgumentError, ErrorCode, Result, Unsettled, WaitTimeout
+from railrelay.client.timeouts import seconds
 from railrelay.client.transfer import tag_of, wake
 
 if TYPE_CHECKING:
@@ -30,25 +31,30 @@ class Notifications:
 
     def get(self, timeout: float | None = None) -> protocol.Notification:
         """The next (tag, payload, session of the sender); all data of that transfer is placed. Raises WaitTimeout after
-        ``timeout`` seconds, DaemonGone."""
+        ``timeout`` seconds, None: never; DaemonGone."""
+        limit_s = None if timeout is None else seconds(timeout)
         self._connection.check_process()
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._ended, timeout)
+            began = self._connection
+            self._changed.wait_for(lambda: self._items or self._is_over(began), limit_s)
             if self._items:
                 return self._items.popleft()
-        self._connection.check()
-        raise WaitTimeout(ErrorCode.WAIT_TIMEOUT, f"no notification within {timeout:g} s")
+            over = self._is_over(began)
+        if over:
+            began.check()
+        raise WaitTimeout(ErrorCode.WAIT_TIMEOUT, f"no notification within {timeout} s")
 
     async def get_async(self) -> protocol.Notification:
         """The same for asyncio, without a limit of its own."""
         self._connection.check_process()
+        began = self._connection
         while True:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             with self._changed:
                 if self._items:
                     return self._items.popleft()
-                if self._ended:
-                    self._connection.check()
+                if self._is_over(began):
+                    began.check()
                 self._waiting.add(future)
             try:
                 await future
@@ -74,6 +80,10 @@ class Notifications:
             self._ended = True
             self._wake_all()
 
+    def _is_over(self, connection: Connection) -> bool:
+        """Holding the lock: what one who waits since then is told of, whether there is another one by now or not."""
+        return self._ended or self._connection is not connection
+
     def _wake_all(self) -> None:
         self._changed.notify_all()
         for future in self._waiting:
@@ -97,7 +107,7 @@ class Receiver:
         byte of them can land, now or later, and their pages may be reused. Returns how many were under way.
 
         Raises Unsettled if that could not be had within ``timeout`` seconds: abort again before reusing the pages."""
-        number = tag_of(tag)
+        number, timeout = tag_of(tag), seconds(timeout)
         if not number:
             raise ArgumentError(ErrorCode.BAD_ARGUMENT, "tag 0 is that of all untagged transfers; give requests a tag")
         connection = self._connection

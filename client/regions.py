@@ -21,6 +21,7 @@ import numpy.typing as npt
 from railrelay.client import cuda, protocol
 from railrelay.client.connection import LOCAL_TIMEOUT_S
 from railrelay.client.errors import ArgumentError, Busy, DaemonGone, ErrorCode, RegionError, RelayError, WaitTimeout
+from railrelay.client.timeouts import seconds
 from railrelay.client.transfer import core_errors
 from railrelay.shm_layout import faults
 
@@ -120,7 +121,7 @@ class Region:
 
         Waits up to ``timeout`` seconds for transfers that still use the region, then raises Busy; call it again later.
         Idempotent."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds(timeout)
         pause = 0.0005
         while self._registered:
             try:

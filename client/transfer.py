@@ -25,12 +25,12 @@ from railrelay.client.errors import (
     WaitTimeout,
     error,
 )
+from railrelay.client.timeouts import nanoseconds, seconds
 
 if TYPE_CHECKING:
     from railrelay.client.connection import Connection
 
 _FENCE_MARGIN_S: Final = 1.0
-_LONGEST_S: Final = float(1 << 62) / 1e9
 
 
 def tag_of(tag: int | bytes | str) -> int:
@@ -51,11 +51,6 @@ def core_errors() -> Iterator[None]:
         yield
     except core.SubmitError as refusal:
         raise error(refusal.code, str(refusal)) from None
-
-
-def nanoseconds(seconds: float | None) -> int:
-    """For the C part: -1 is no limit. What it adds to a clock must not wrap around: 146 years at most."""
-    return -1 if seconds is None else round(min(max(0.0, seconds), _LONGEST_S) * 1e9)
 
 
 class Completions:
@@ -182,6 +177,7 @@ class Transfer:
         """Ends the transfer early; it may still turn out to be OK. With ``wait`` returns once it is settled, however it
         ended, and raises Unsettled if that cannot be had within ``timeout`` seconds. Idempotent."""
         submission = self._own()
+        timeout = seconds(timeout)
         deadline = time.monotonic() + timeout
         if not submission.done:
             submission.cancel()
@@ -198,6 +194,7 @@ class Transfer:
         """Returns once no byte of the transfer can land any more, however it ended. An unsettled one is fenced: the
         receiving daemon is asked to close what may still carry it. Raises Unsettled after ``timeout`` seconds."""
         submission = self._own()
+        timeout = seconds(timeout)
         deadline = time.monotonic() + timeout
         if not submission.wait(nanoseconds(timeout)):
             raise Unsettled(Result.UNSETTLED, 0, f"{self._what} has not ended within {timeout:g} s")

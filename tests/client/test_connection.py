@@ -1,5 +1,6 @@
 """The control socket against a daemon of a few lines: replies, descriptors, events, and the ways in which it ends."""
 
+import asyncio
 import os
 import resource
 import socket
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from helpers.waiting import until
 from railrelay.client import protocol
 from railrelay.client.connection import Connection, close_all
 from railrelay.client.errors import ConnectError, DaemonGone, ErrorCode, RelayError, WaitTimeout
+from railrelay.client.receiver import Notifications
 
 CHILD_SECONDS = 20
 
@@ -135,6 +137,36 @@ def test_descriptors_belong_to_who_asked_and_no_other_stays_open(daemon: Daemon,
     thread.join()
     assert open_descriptors() == before
     os.close(memory)
+
+
+def test_whatever_the_handling_of_a_reply_raises_is_its_callers_and_others_are_answered(
+    daemon: Daemon, connection: Connection
+) -> None:
+    def then(*_: object) -> None:
+        raise KeyError("no such column")
+
+    first, second = unregister(connection), unregister(connection)
+    thread = answering(daemon, protocol.Done(first.id))
+    with pytest.raises(KeyError, match="no such column"):
+        connection.ask_then(first, protocol.Done, then, timeout=20)
+    thread.join()
+    thread = answering(daemon, protocol.Done(second.id))
+    connection.ask(second, protocol.Done)
+    thread.join()
+
+
+def test_an_event_that_cannot_be_handled_ends_the_session_and_says_why(daemon: Daemon, connection: Connection) -> None:
+    told = threading.Event()
+
+    def on_event(_: object) -> None:
+        raise KeyError("no such region")
+
+    connection.on_event, connection.on_gone = on_event, told.set
+    thread = answering(daemon, protocol.RegionGone(5))
+    with pytest.raises(DaemonGone, match="KeyError: 'no such region'"):
+        connection.ask(unregister(connection), protocol.Done)
+    thread.join()
+    assert told.wait(20)
 
 
 def test_no_answer_is_a_wait_timeout_and_the_session_goes_on(daemon: Daemon, connection: Connection) -> None:
@@ -288,3 +320,42 @@ def test_a_late_answer_is_taken_by_what_undoes_it(daemon: Daemon, connection: Co
         assert daemon.receive() == request
         daemon.send(protocol.Done(request.id))
     until(lambda: seen == ["late", "then"], "both answers")
+
+
+def test_who_waits_for_a_notification_hears_of_the_end_even_if_the_next_daemon_is_there_first(
+    daemon: Daemon, connection: Connection, tmp_path: Path
+) -> None:
+    following = Daemon(tmp_path / "following.sock")
+    then = Connection(tmp_path / "following.sock", 5)
+    notifications = Notifications()
+    notifications.attach(connection)
+
+    async def get_async() -> None:
+        await notifications.get_async()
+
+    ended: list[BaseException] = []
+
+    def wait(get: Callable[[], object]) -> None:
+        try:
+            get()
+        except Exception as failure:  # noqa: BLE001 - judged below
+            ended.append(failure)
+
+    ways = (lambda: notifications.get(None), lambda: notifications.get(60), lambda: asyncio.run(get_async()))
+    waiting = [threading.Thread(target=wait, args=[way]) for way in ways]
+    for thread in waiting:
+        thread.start()
+    until(lambda: len(notifications._waiting) + len(notifications._changed._waiters) == 3, "all wait")  # type: ignore[attr-defined]
+    daemon.close()
+    until(lambda: connection.failure is not None, "the session is over")
+    with notifications._changed:  # nobody who waits runs in between
+        notifications.end()
+        notifications.attach(then)
+    for thread in waiting:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert [type(failure) for failure in ended] == [DaemonGone] * 3
+    with pytest.raises(WaitTimeout, match=r"no notification within 0\.01 s"):
+        notifications.get(0.01)
+    then.close()
+    following.close()

@@ -6,6 +6,7 @@ import gc
 import math
 import mmap
 import os
+import re
 import socket
 import threading
 import weakref
@@ -30,6 +31,7 @@ from railrelay.client import (
     PeerError,
     RegionError,
     RelayError,
+    Transfer,
     WaitTimeout,
 )
 from railrelay.client.regions import Offer, decode_offer
@@ -159,10 +161,72 @@ def test_arrays_that_are_not_integers_are_refused(link: Link) -> None:
             link.sender.write(link.remote, values, [link.remote.address], [1])
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
-def test_a_timeout_that_is_none_is_refused(link: Link, timeout: float) -> None:
-    with pytest.raises(ArgumentError, match="timeout of"):
-        link.sender.write(link.remote, [link.source.address], [link.remote.address], 64, timeout=timeout)
+def write_pages(link: Link, timeout: Any) -> Transfer:  # noqa: ANN401
+    layout, to = (PageLayout.strided(of.address, 1, 4096, 4096, 4096) for of in (link.source, link.remote))
+    return link.sender.write_pages(link.remote, layout, [0], to, [0], timeout=timeout)
+
+
+LIMITED: dict[str, Callable[[Link, Any], object]] = {  # all that ends a wait, or a transfer
+    "connect": lambda link, timeout: Client.connect(link.sender.attachment.wish.path, rank=0, timeout=timeout),
+    "write": lambda link, timeout: link.sender.write(
+        link.remote, [link.source.address], [link.remote.address], 64, timeout=timeout
+    ),
+    "write with arrays": lambda link, timeout: link.sender.write(
+        link.remote,
+        np.array([link.source.address], np.uint64),
+        np.array([link.remote.address], np.uint64),
+        64,
+        timeout=timeout,
+    ),
+    "write_pages": write_pages,
+    "wait_attached": lambda link, timeout: link.sender.wait_attached(timeout),
+    "peer": lambda link, timeout: link.sender.peer(link.receiver.session, timeout),
+    "open": lambda link, timeout: link.sender.open(link.destination.offer(), timeout),
+    "peer.open": lambda link, timeout: link.remote.peer.open(link.destination.offer(), timeout),
+    "unregister": lambda link, timeout: link.sender.register(np.zeros(64, np.uint8)).unregister(timeout),
+    "close": lambda link, timeout: link.sender.alloc(64).close(timeout),
+    "wait": lambda link, timeout: written(link).wait(timeout),
+    "wait_source": lambda link, timeout: written(link).wait_source(timeout),
+    "wait_settled": lambda link, timeout: written(link).wait_settled(timeout),
+    "cancel": lambda link, timeout: written(link).cancel(timeout=timeout),
+    "cancel at once": lambda link, timeout: written(link).cancel(wait=False, timeout=timeout),
+    "abort": lambda link, timeout: link.receiver.receiver.abort(5, timeout),
+    "notifications": lambda link, timeout: notified(link).receiver.notifications.get(timeout),
+}
+WAITING_FOR_EVER = ("wait", "wait_source", "notifications")  # with None
+MORE_THAN_0 = ("connect", "write", "write with arrays", "write_pages")
+
+
+def written(link: Link) -> Transfer:
+    return link.sender.write(link.remote, [link.source.address], [link.remote.address], 64)
+
+
+def notified(link: Link) -> Client:
+    link.sender.write(link.remote, [link.source.address], [link.remote.address], 64, notify=b"").wait(30)
+    return link.receiver
+
+
+@pytest.mark.parametrize(
+    ("call", "timeout"),
+    [
+        (call, timeout)
+        for call in LIMITED
+        for timeout in (0, -1, math.nan, -math.inf, None, "5", [1.0, 2.0], 1j)
+        if not (timeout is None and call in WAITING_FOR_EVER) and not (timeout == 0 and call not in MORE_THAN_0)
+    ],
+)
+def test_a_timeout_that_is_none_is_refused_at_once(link: Link, call: str, timeout: object) -> None:
+    expected = "a number above 0" if call in MORE_THAN_0 else "a number, 0 or more"
+    with pytest.raises(ArgumentError, match=re.escape(f"timeout of {timeout!r} s; expected {expected}")):
+        LIMITED[call](link, timeout)
+
+
+@pytest.mark.parametrize("call", LIMITED)
+def test_a_call_whose_timeout_is_more_than_a_life_does_what_it_does(link: Link, call: str) -> None:
+    for timeout in (math.inf, 1 << 70, np.float32(5)):
+        outcome = LIMITED[call](link, timeout)
+        if isinstance(outcome, Client):
+            outcome.close()
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e30, 1.84e10])
@@ -180,7 +244,6 @@ def test_a_timeout_of_more_than_a_life_is_that_long(link: Link, timeout: float) 
         lambda link: link.sender.register(np.zeros(4096, np.uint8), rail=0.0),
         lambda link: link.sender.register(np.zeros(4096, np.uint8), rail=True),
         lambda link: link.sender.alloc(4096, rail=np.int64(0)),
-        lambda link: link.sender.peer("127.0.0.1:1", timeout=1 << 70),
         lambda link: link.sender.write(
             link.remote, [link.source.address], [link.remote.address], 64, tag=True, notify=b""
         ),
@@ -309,6 +372,25 @@ def test_gpu_options_that_are_none_are_refused_before_connecting() -> None:
     options: Any = {"copy": "batch"}
     with pytest.raises(ArgumentError, match=r"gpu_options {'copy': 'batch'}: expected GpuOptions\(copy="):
         Client.connect("/none/such", rank=0, gpu_options=options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"feeder_cpu": "x"}, "feeder_cpu 'x': expected an integer"),
+        ({"feeder_cpu": 1.0}, "feeder_cpu 1.0: expected an integer"),
+        ({"feeder_cpu": -2}, "feeder_cpu -2; expected -1, or 0 to"),
+        ({"feeder_cpu": 1 << 20}, "feeder_cpu 1048576; expected -1, or 0 to"),
+        ({"rank": "0"}, "rank '0': expected an integer"),
+        ({"rank": None}, "rank None: expected an integer"),
+        ({"name": b"prefill"}, "name b'prefill': expected text"),
+        ({"socket": 7}, "socket 7"),
+        ({"socket": None, "instance": 7}, "instance 7"),
+    ],
+)
+def test_what_no_client_can_be_asked_for_is_refused_before_a_daemon_is(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        Client.connect(**{"socket": "/none/such", "rank": 0, **arguments})
 
 
 def test_registering_what_overlaps_a_region_is_refused(link: Link) -> None:
