@@ -32,7 +32,16 @@ from railrelay.client.layout import PageLayout
 from railrelay.client.paths import default_socket
 from railrelay.client.peers import Peer, Ready
 from railrelay.client.receiver import Receiver
-from railrelay.client.regions import Buffer, Region, RemoteRegion, decode_offer, memory_of, shared_memory, span_of
+from railrelay.client.regions import (
+    Buffer,
+    Region,
+    RemoteRegion,
+    check_mapped,
+    decode_offer,
+    memory_of,
+    shared_memory,
+    span_of,
+)
 from railrelay.client.timeouts import LONGEST_S, nanoseconds, seconds
 from railrelay.client.transfer import Transfer
 from railrelay.shm_layout import faults
@@ -43,6 +52,18 @@ _LONGEST_PAUSE_S: Final = 1.0
 _LOOK_S: Final = 0.05  # between the exit of the daemon and the notice of it nobody tells
 # What no waiting changes: another daemon than the one that was there.
 _FINAL: Final = frozenset({ErrorCode.VERSION, ErrorCode.ABI, ErrorCode.DENIED, ErrorCode.BAD_RANK})
+_FINAL_OF_REGIONS: Final = frozenset(
+    {
+        ErrorCode.BAD_ARGUMENT,
+        ErrorCode.BAD_ADDRESS,
+        ErrorCode.BAD_LENGTH,
+        ErrorCode.OUT_OF_BOUNDS,
+        ErrorCode.OVERLAP,
+        ErrorCode.BAD_RAIL,
+        ErrorCode.NOT_SUPPORTED,
+    }
+)
+_PATIENCE_S: Final = 10.0  # with limits, which others may be at: then a region is given up, and not the others with it
 _NUMBERS: Final = (float, int)
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 
@@ -162,12 +183,14 @@ class Client:
     def wait_attached(self, timeout: float = 30.0) -> int:
         """Sleeps until the daemon is there and knows all regions; returns ``attachments``. After a restart no byte of
         what was under way before lands in this client's regions any more, unless a client of the same node, which
-        copies by itself, has not noticed yet: its transfer ends with DAEMON_GONE when it has.
+        copies by itself, has not noticed yet: its transfer ends with DAEMON_GONE when it has. A region that this daemon
+        does not take (it has fewer rails, or other limits) is over: its offer() says why.
 
         Raises WaitTimeout; DaemonGone if the client does not attach again (``reattach``, a session that the daemon
         ended, a refusal that waiting does not change)."""
         self._attachment.connection.check_process()
-        deadline = time.monotonic() + seconds(timeout)
+        timeout = seconds(timeout)
+        deadline = time.monotonic() + timeout
         with self._changed:
             while True:
                 attachment = self._attachment
@@ -226,6 +249,8 @@ class Client:
         address, nbytes, keep = memory_of(buffer, writable=receive)
 
         def register(attachment: Attachment, region: Region) -> None:
+            if keep is None:  # the caller's: freed meanwhile, it would end this process when it is first used
+                check_mapped(address, nbytes, writable=receive)
             new_id = attachment.connection.new_id()
             attachment.register(protocol.Register(new_id, address, nbytes, False, 0, chosen, receive), region)
 
@@ -404,39 +429,61 @@ class Client:
         if not self._reattach or attachment.connection.was_ended():
             self._given_up = attachment.connection.failure
         else:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._attach_again, args=[attachment], name="railrelay-reattach", daemon=True
             )
-            self._thread.start()
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as failure:
+                self._given_up = ConnectError(ErrorCode.LIMIT, f"this client cannot attach again: {failure}")
         self._changed.notify_all()
 
     def _attach_again(self, old: Attachment) -> None:
         old.end(Result.DAEMON_GONE)  # from here on nothing that was under way is written into regions
         pause_s = _FIRST_PAUSE_S
+        refused_since_s: dict[Region, float] = {}
         while not self._stopping.wait(pause_s * random.uniform(0.5, 1.0)):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            attachment = None
             try:
                 attachment = self._attach()
-            except ConnectError as failure:
+                faults.point("client.reattach.connected")
+                self._register_again(attachment, refused_since_s)
+            except Exception as failure:  # noqa: BLE001 - whatever it was, the next try may do
+                if attachment is not None:
+                    attachment.end(Result.DAEMON_GONE)
+                text = f"attaching again: {type(failure).__name__}: {failure}"
+                reason = failure if isinstance(failure, RelayError) else ConnectError(ErrorCode.INTERNAL, text)
                 with self._changed:
-                    self._given_up = failure
-                    if failure.code not in _FINAL:
-                        continue
-                    self._thread = None
-                    self._changed.notify_all()
+                    self._given_up = reason
+                    if attachment is None and reason.code in _FINAL:
+                        self._thread = None
+                        self._changed.notify_all()
+                        return
+            else:
+                self._use(attachment)
                 return
-            faults.point("client.reattach.connected")
-            try:
-                for region in list(self._regions):
-                    region.register_again(attachment)
-            except (RelayError, OSError) as failure:
-                attachment.end(Result.DAEMON_GONE)
-                self._given_up = failure if isinstance(failure, RelayError) else None
-                continue
-            self._use(attachment)
-            return
         with self._changed:
             self._thread = None
+
+    def _register_again(self, attachment: Attachment, refused_since_s: dict[Region, float]) -> None:
+        """All regions but those that this daemon will not take, which end. Raises why it is to be tried again."""
+        waiting: list[RelayError] = []
+        for region in list(self._regions):
+            try:
+                region.register_again(attachment)
+            except (DaemonGone, ConnectError, WaitTimeout):
+                raise
+            except RelayError as failure:
+                attachment.connection.check()
+                now_s = time.monotonic()
+                if failure.code in _FINAL_OF_REGIONS or now_s - refused_since_s.setdefault(region, now_s) > _PATIENCE_S:
+                    region.refused(attachment, failure)
+                else:
+                    waiting.append(failure)
+        if waiting:
+            raise waiting[0]
 
     def _registered(self, attachment: Attachment, region: Region) -> Region:
         """Registered now and, until it is unregistered, with each daemon to come."""

@@ -85,6 +85,7 @@ class Region:
         self._fd = fd
         self._in_core = False
         self._registered = False
+        self._refusal: RelayError | None = None
         self._lock = threading.Lock()  # of who registers or unregisters
         self.is_over = False
         self.index = -1
@@ -104,9 +105,14 @@ class Region:
 
         Whoever holds them may write into the region, from any node that the daemon lets in. With ``to``, the session of
         one daemon (Client.session of its engines), no other daemon can open it; each session gets an offer of its own.
-        How far a session is to be believed, README's "Who may do what" says. Raises RegionError, PeerError, and
-        DaemonGone while there is no daemon."""
+        How far a session is to be believed, README's "Who may do what" says. Raises RegionError (also for a region that
+        the daemon did not take when the client attached again), PeerError, and DaemonGone while there is no daemon."""
         attachment = self._attachment
+        if self._refusal is not None:
+            text = (
+                f"{self} is not registered any more, since the daemon that came did not take it: {self._refusal.text}"
+            )
+            raise RegionError(self._refusal.code, text)
         if attachment is None or not self._registered:
             raise RegionError(ErrorCode.REGION_GONE, f"{self} is not registered any more")
         connection, capability = attachment.connection, self._capability
@@ -185,6 +191,14 @@ class Region:
         with self._lock:
             if self._registered:
                 self._register(attachment, self)
+
+    def refused(self, attachment: Attachment, refusal: RelayError) -> None:
+        """By that daemon, for good."""
+        with self._lock:
+            if self._attachment is attachment:  # it had it, and something after that failed
+                self._unregister()
+            self._refusal, self._registered = refusal, False
+            self.forget()
 
     def registered(self, attachment: Attachment, reply: protocol.Registered) -> None:
         """Control thread: the daemon has it."""
@@ -295,7 +309,7 @@ def _is_over(failure: RelayError) -> bool:
     return isinstance(failure, DaemonGone) or failure.code == ErrorCode.CLOSED
 
 
-def _check_mapped(address: int, nbytes: int, *, writable: bool) -> None:
+def check_mapped(address: int, nbytes: int, *, writable: bool) -> None:
     """What is not memory of this process would end it when it is first used."""
     end, at = address + nbytes, address
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -329,7 +343,6 @@ def memory_of(buffer: Any, *, writable: bool) -> tuple[int, int, object]:  # noq
     """(address, bytes, object to keep) of contiguous memory with the buffer protocol, or of (address, bytes)."""
     if isinstance(buffer, tuple):
         address, nbytes = span_of(buffer)
-        _check_mapped(address, nbytes, writable=writable)
         return address, nbytes, None
     try:
         view = memoryview(buffer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import resource
 import signal
@@ -24,12 +25,14 @@ from helpers.waiting import until
 
 from railrelay.client import (
     ArgumentError,
+    Buffer,
     Busy,
     Client,
     ConnectError,
     DaemonGone,
     ErrorCode,
     PeerError,
+    Region,
     RegionError,
     RelayError,
     RemoteRegion,
@@ -40,6 +43,7 @@ from railrelay.client import (
     WaitTimeout,
     attachment,
 )
+from railrelay.client import client as attaching
 
 pytestmark = [pytest.mark.system, rail_devices.every_nic()]
 
@@ -315,6 +319,77 @@ def test_a_region_is_busy_while_a_thread_of_the_library_reads_it(pair: Pair) -> 
             region.unregister(1.0)
         source.release()
         region.unregister(10.0)
+
+
+def configured_anew(nodes: Nodes, node: Node, old: str, new: str) -> Node:
+    """The daemon, killed, and started with another configuration."""
+    text = node.config_path.read_text()
+    assert old in text
+    node.kill()
+    node.config_path.write_text(text.replace(old, new))
+    return nodes.again(node)
+
+
+def test_regions_that_the_next_daemon_does_not_take_end_alone_and_say_why(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "_PATIENCE_S", 0.5)
+    node = nodes.start(2, limits={"regions_per_client": 8})
+    with node.connect(0) as client, node.connect(0) as sender:
+        first, too_many = (client.alloc(4096, rail=0) for _ in range(2))
+        of_rail_1 = client.alloc(4096, rail=1)
+        with mmap.mmap(-1, 4096) as pages:
+            of_caller = client.register((np.frombuffer(pages, np.uint8).ctypes.data, 4096), rail=0)
+        text = node.config_path.read_text()
+        text = text.replace("regions_per_client = 8", "regions_per_client = 1")
+        node.kill()
+        last_rail = text.rindex("[[rail]]")
+        node.config_path.write_text(text[:last_rail])
+        node = nodes.again(node)
+        assert client.wait_attached(30) == 2
+        ended: dict[Region | Buffer, tuple[str, str]] = {
+            too_many: ("limit", "raise limits.regions_per_client"),
+            of_rail_1: ("bad_rail", "rail 1; this node has rails 0 to 0"),
+            of_caller: ("bad_address", "no readable and writable memory of this process"),
+        }
+        for region, (code, why) in ended.items():
+            for _ in range(2):
+                with pytest.raises(RegionError, match=f"the daemon that came did not take it: .*{why}") as refused:
+                    region.offer()
+                assert refused.value.code == code
+            (region.close if isinstance(region, Buffer) else region.unregister)()
+        sender.wait_attached(30)
+        source = sender.alloc(4096)
+        source.array[:] = 5
+        sender.write(sender.open(first.offer()), [source.address], [first.address], 4096).wait(30)
+        assert first.array.all()
+        node = configured_anew(nodes, node, "regions_per_client = 1", "regions_per_client = 2")
+        assert client.wait_attached(30) == 3
+        first.offer()
+        client.alloc(4096)
+
+
+def test_a_wait_for_a_daemon_that_refuses_says_why_and_ends_when_it_no_longer_does(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "_PATIENCE_S", 600)
+    node = nodes.start(limits={"max_clients": 8, "regions_per_client": 8})
+    with node.connect(0) as one, node.connect(1) as other:
+        regions = [one.alloc(4096), one.alloc(4096)]
+        node = configured_anew(nodes, node, "regions_per_client = 8", "regions_per_client = 1")
+        with pytest.raises(WaitTimeout, match=r"has 1 regions; raise limits\.regions_per_client"):
+            one.wait_attached(2)
+        node = configured_anew(nodes, node, "regions_per_client = 1", "regions_per_client = 8")
+        one.wait_attached(30)
+        assert all(region.offer() for region in regions)
+        other.wait_attached(30)
+        node = configured_anew(nodes, node, "max_clients = 8", "max_clients = 1")
+        until(lambda: sorted((one.attachment.gone, other.attachment.gone)) == [False, True], "one has the place")
+        first, second = (one, other) if other.attachment.gone else (other, one)
+        with pytest.raises(WaitTimeout, match=r"1 clients are attached already; raise limits\.max_clients"):
+            second.wait_attached(2)
+        first.close()
+        second.wait_attached(30)
 
 
 def test_a_client_that_lacks_descriptors_attaches_once_it_has_some(pair: Pair) -> None:
