@@ -89,6 +89,7 @@ class Client:
     bounce_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     prefault_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one worker thread a client
     regions: dict[int, Region] = field(default_factory=dict)
+    shared_bytes: dict[int, int] = field(default_factory=dict)  # mapped here, by region
     remotes: dict[int, Remote] = field(default_factory=dict)
     notes: dict[int, Note] = field(default_factory=dict)  # by transfer: the latest only
     rails_left: int = 0  # of those that still have slices of a leaving client
@@ -100,6 +101,10 @@ class Client:
         self.aborted.move_to_end(tag)
         if len(self.aborted) > KEPT_TAGS:
             self.aborted.popitem(last=False)
+
+    def free_region(self, index: int) -> None:
+        self.shared_bytes.pop(index, None)
+        self.region_rows.free(index)
 
     def send(self, message: Message) -> None:
         self.socket.send(message)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import itertools
 import logging
@@ -143,7 +144,8 @@ class Clients:
             reply = protocol.Failed(message.id, ErrorCode.BAD_ARGUMENT, f"{type(message).__name__}: {failure}")
         except OSError as failure:
             no_room = failure.errno in NO_ROOM
-            code = ErrorCode.LIMIT if no_room else ErrorCode.INTERNAL
+            no_memory = failure.errno == errno.ENOMEM
+            code = ErrorCode.LIMIT if no_room else ErrorCode.NO_MEMORY if no_memory else ErrorCode.INTERNAL
             text = f"{type(message).__name__}: {NO_DESCRIPTORS if no_room else failure}"
             reply = protocol.Failed(message.id, code, text)
             self._ctx.state.error(code, f"pid {connection.pid}: {text}")

@@ -74,6 +74,7 @@ EXAMPLE: Final = """\
 # max_peers = 64                # of all clients; of those that it alone uses a client gets two thirds
 # max_exports = 4096            # regions opened by peers
 # regions_per_client = 1024
+# shared_bytes_per_client = 0   # of registered memory that the daemon maps. 0: twice the machine's memory
 # lanes_per_client = 16         # each takes relay.slots x slot_bytes
 # bytes_per_client = 0          # of transfers in flight, or one larger transfer alone; callers wait. 0: no limit
 # offers_per_region = 4096      # to single peers
@@ -212,11 +213,18 @@ class Limits(_Section, frozen=True):
     max_peers: int = 64
     max_exports: int = 4096
     regions_per_client: int = 1024
+    shared_bytes_per_client: Bytes = Bytes(0)
     lanes_per_client: int = MAX_RAILS
     bytes_per_client: Bytes = Bytes(0)
     offers_per_region: int = 4096
     remotes_per_client: int = 4096
     trace_records: int = 4096
+
+    @property
+    def shared_bytes(self) -> int:
+        """shared_bytes_per_client, or its default: what is there may be registered anew before the old one ends, but no
+        file of holes takes the daemon's address space."""
+        return self.shared_bytes_per_client or 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Timeouts(_Section, frozen=True):
@@ -343,6 +351,7 @@ _RANGES: Final[dict[str, tuple[float, float]]] = {
     "limits.regions_per_client": (1, 1 << 20),
     "limits.lanes_per_client": (1, MAX_RAILS),
     "limits.bytes_per_client": (0, 1 << 60),
+    "limits.shared_bytes_per_client": (0, 1 << 60),
     "limits.offers_per_region": (1, 1 << 20),
     "limits.remotes_per_client": (1, 1 << 20),
     "limits.trace_records": (64, 1 << 20),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import itertools
 import mmap
@@ -226,6 +227,8 @@ class Requests:
         copied = of_gpu and message.handle != "" and ctx.helpers.device(rail) != ""
         reached = copied or (of_gpu and message.dmabuf and ctx.rails[rail].nic == "verbs")
         direct = message.shared or reached
+        if message.shared:
+            self._check_shared(client, message.bytes)
         number = ctx.helpers.new_memory() if direct else 0
         index = client.region_rows.take()
         if index is None:
@@ -255,13 +258,14 @@ class Requests:
             ctx.plane.add_region(client.row, index, mapped, message.offset, message.bytes, base=base)
         except OSError as failure:
             region.handed.close()
-            client.region_rows.free(index)
+            client.free_region(index)
             ctx.helpers.free_memory(number)
             if failure.errno in NO_ROOM:
                 raise
-            raise RelayError(
-                ErrorCode.BAD_ARGUMENT, f"region of {message.bytes} bytes cannot be mapped: {failure}"
-            ) from None
+            code = ErrorCode.NO_MEMORY if failure.errno == errno.ENOMEM else ErrorCode.BAD_ARGUMENT
+            raise RelayError(code, f"region of {message.bytes} bytes cannot be mapped: {failure.strerror}") from None
+        if message.shared:
+            client.shared_bytes[index] = message.bytes
         try:
             async with client.prefault_lock:
                 await run_on_worker(lambda: ctx.plane.prefault_region(client.row, index))
@@ -290,7 +294,7 @@ class Requests:
                 await self._forget_region(region)
                 del client.regions[index]
                 ctx.plane.finish_region_removal(client.row, index, False)
-                client.region_rows.free(index)
+                client.free_region(index)
                 raise
         async with client.bounce_lock:
             fresh = receive and not direct and not client.bounces
@@ -303,7 +307,7 @@ class Requests:
                         raise
                     client.regions.pop(index).handed.close()
                     ctx.plane.finish_region_removal(client.row, index, False)
-                    client.region_rows.free(index)
+                    client.free_region(index)
                     raise
             capability = self._offers.offer(region)
             faults.point("daemon.region.offered")
@@ -394,8 +398,17 @@ class Requests:
         await self._forget_region(region)
         faults.point("daemon.region.withdrawn")
         ctx.plane.finish_region_removal(client.row, index, False)
-        client.region_rows.free(index)
+        client.free_region(index)
         self._count(client)
+
+    def _check_shared(self, client: Client, nbytes: int) -> None:
+        registered, most = sum(client.shared_bytes.values()), self._ctx.config.limits.shared_bytes
+        if nbytes > most - registered:
+            raise RelayError(
+                ErrorCode.LIMIT,
+                f"region of {nbytes} bytes: {client} has {registered} of {most} bytes of shared memory registered;"
+                " raise limits.shared_bytes_per_client",
+            )
 
     def _check_gpu(self, client: Client, device: str) -> None:
         """What makes sure of its memory, and copies it, is one GPU a client."""

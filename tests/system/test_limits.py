@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from helpers import memory
 from helpers.nodes import Nodes
@@ -29,6 +30,43 @@ def test_a_client_that_asks_for_more_than_its_limits_is_told_and_counted(nodes: 
         shown = {client["rank"]: client for client in node.cli("clients")["clients"]}
         assert (shown[0]["refused"], shown[1]["refused"]) == (2, 0)
         assert sum(error["code"] == "limit" for error in node.errors()) == 2
+
+
+def test_shared_memory_that_a_client_registers_is_limited_and_leaves_others_theirs(nodes: Nodes) -> None:
+    node = nodes.start(limits={"shared_bytes_per_client": "8MiB"})
+    with node.connect(0) as client, node.connect(1) as other:
+        first, second = client.alloc(4 * MIB), client.alloc(4 * MIB)
+        expected = rf"client .* has {8 * MIB} of {8 * MIB} bytes .*raise limits\.shared_bytes_per_client"
+        with pytest.raises(RegionError, match=f"region of 1 bytes: {expected}") as wrong:
+            client.alloc(1)
+        assert wrong.value.code is ErrorCode.LIMIT
+        client.register(np.zeros(4096, np.uint8))  # is not mapped by the daemon
+        first.close()
+        with pytest.raises(RegionError, match=rf"has {4 * MIB} of"):
+            client.alloc(5 * MIB)
+        client.alloc(4 * MIB)
+        second.close()
+        other.alloc(8 * MIB)
+
+
+def test_holes_do_not_take_the_address_space_of_the_daemon(nodes: Nodes) -> None:
+    node = nodes.start()
+    with RawClient(node.socket) as raw, node.connect(1) as other:
+        raw.attach()
+        for _ in range(3):
+            with pytest.raises(Refused, match=rf"limit: region of {1 << 46} bytes: .*limits\.shared_bytes_per_client"):
+                raw.register(1 << 46)
+        raw.register(1 << 30)
+        other.alloc(MIB)
+
+
+def test_a_region_for_which_there_is_no_address_space_is_a_lack_of_memory(nodes: Nodes) -> None:
+    node = nodes.start(limits={"shared_bytes_per_client": f"{1 << 30}GiB"})
+    with RawClient(node.socket) as raw, node.connect(1) as other:
+        raw.attach()
+        with pytest.raises(Refused, match=rf"no_memory: region of {1 << 48} bytes cannot be mapped: Cannot allocate"):
+            raw.register(1 << 48)
+        other.alloc(MIB)
 
 
 def test_bytes_in_flight_are_waited_for_and_a_larger_transfer_goes_alone(nodes: Nodes) -> None:
