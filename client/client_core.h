@@ -209,6 +209,12 @@ struct rc_counters {
     uint64_t feeder_sleeps, feeder_wakes, slots, copied_bytes, stalls, stall_ns, direct_slices, bounced_bytes, fast_submissions, bytes_local;
 };
 
+/* A caller for whom the table of transfers, or what may be in flight, has no room yet. */
+struct rc_waiter {
+    struct rc_waiter *next;
+    pthread_cond_t turn; /* it is the first now, or there is room */
+};
+
 struct rc_core {
     void *segment;
     const void *node;
@@ -249,6 +255,7 @@ struct rc_core {
     uint32_t *generations;
     uint32_t *free_entries;
     uint32_t free_count;
+    struct rc_waiter *waiting; /* in the order in which they came; on their stacks */
     uint32_t dead; /* rr_result once fail_all was called */
     uint32_t scheduled_round;
     uint32_t queued_parts, async_armed;
@@ -267,6 +274,12 @@ struct rc_core {
     uint32_t stop;
     struct rc_counters counters;
 };
+
+/* Holding queue. */
+static inline void rc_wake_first(struct rc_core *core)
+{
+    if (core->waiting) pthread_cond_signal(&core->waiting->turn);
+}
 
 static inline int rc_lane_is_leased(const struct rc_lane *lane) { return lane->memory || lane->gpu_base; }
 

@@ -7,49 +7,84 @@
 #include "client_core.h"
 #include "overlap.h"
 
+#define LOOK_NS 200000ull /* nobody is woken by transfers that nobody waits for */
+
 static int has_room(const struct rc_core *core, const struct rc_submission *s)
 {
+    if (!core->free_count) return 0;
     return !core->bytes_max || !core->bytes_in_flight || (s->bytes <= core->bytes_max && core->bytes_in_flight <= core->bytes_max - s->bytes);
+}
+
+static void wait_until(struct rc_waiter *waiter, pthread_mutex_t *queue, uint64_t at_ns)
+{
+    struct timespec at = {(time_t)(at_ns / 1000000000u), (long)(at_ns % 1000000000u)};
+    pthread_cond_timedwait(&waiter->turn, queue, &at);
+}
+
+/* Holding queue, which it gives up while it waits. Callers get room in the order in which they came: what needs much does
+ * not wait behind what needs little and came later. Whether there is room, and it is this caller's. */
+static int wait_for_room(struct rc_core *core, const struct rc_submission *s, uint64_t give_up_ns)
+{
+    struct rc_waiter self = {.next = NULL}, **link = &core->waiting;
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&self.turn, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    while (*link) link = &(*link)->next;
+    *link = &self;
+    int room = 0;
+    while (!core->dead) {
+        int first = core->waiting == &self;
+        if (first) {
+            if (!has_room(core, s)) rc_reap(core);
+            room = has_room(core, s);
+            if (room) break;
+        }
+        uint64_t now_ns = rr_now_ns(), look_ns = first ? now_ns + LOOK_NS : give_up_ns;
+        if (now_ns > give_up_ns) break;
+        wait_until(&self, &core->queue, look_ns < give_up_ns ? look_ns : give_up_ns);
+    }
+    for (link = &core->waiting; *link != &self;) link = &(*link)->next;
+    *link = self.next;
+    rc_wake_first(core);
+    pthread_cond_destroy(&self.turn);
+    return room;
+}
+
+static int no_room(const struct rc_core *core, const struct rc_submission *s, struct rc_error *error)
+{
+    const char *next = "within the time-out; wait for some, or raise";
+    if (!core->free_count || !core->bytes_max)
+        return rc_fail(error, "limit", "all %u transfers of this client are in flight and none ended %s relay.transfers", core->facts.transfers, next);
+    return rc_fail(error, "limit", "%llu bytes beside %llu in flight, of %llu, and too few ended %s limits.bytes_per_client",
+                   (unsigned long long)s->bytes, (unsigned long long)core->bytes_in_flight, (unsigned long long)core->bytes_max, next);
 }
 
 static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_error *error)
 {
-    uint64_t give_up = s->timeout_ns ? rr_now_ns() + s->timeout_ns : 0;
-    for (;;) {
-        pthread_mutex_lock(&core->queue);
-        if (core->dead) {
-            pthread_mutex_unlock(&core->queue);
-            if (core->gpu_failure)
-                return rc_fail(error, "gpu_error", "%s: a CUDA call of this client failed; find out why, then connect a new Client",
-                               rg_error_name(&core->gpu, (rg_result)core->gpu_failure));
-            return rc_fail(error, "daemon_gone", "the relay daemon is gone");
-        }
-        if (!core->free_count || !has_room(core, s)) rc_reap(core);
-        if (core->free_count && has_room(core, s)) {
-            core->bytes_in_flight += s->bytes;
-            s->index = core->free_entries[--core->free_count];
-            s->generation = ++core->generations[s->index];
-            if (s->generation == 0) s->generation = ++core->generations[s->index];
-            s->references = 2;
-            s->next = core->live;
-            core->live = s;
-            pthread_mutex_unlock(&core->queue);
-            break;
-        }
-        int full = !core->free_count;
-        uint64_t in_flight = core->bytes_in_flight;
-        pthread_mutex_unlock(&core->queue);
-        if (give_up && rr_now_ns() > give_up) {
-            const char *next = "within the time-out; wait for some, or raise";
-            if (full)
-                return rc_fail(error, "limit", "all %u transfers of this client are in flight and none ended %s relay.transfers",
-                               core->facts.transfers, next);
-            return rc_fail(error, "limit", "%llu bytes beside %llu in flight, of %llu, and too few ended %s limits.bytes_per_client",
-                           (unsigned long long)s->bytes, (unsigned long long)in_flight, (unsigned long long)core->bytes_max, next);
-        }
-        struct timespec nap = {0, 200000};
-        nanosleep(&nap, NULL);
+    pthread_mutex_lock(&core->queue);
+    if (!core->waiting && !has_room(core, s)) rc_reap(core);
+    int room = !core->waiting && has_room(core, s), status = 0;
+    if (!room && !core->dead) room = wait_for_room(core, s, s->timeout_ns ? rr_now_ns() + s->timeout_ns : UINT64_MAX);
+    if (core->gpu_failure && core->dead)
+        status = rc_fail(error, "gpu_error", "%s: a CUDA call of this client failed; find out why, then connect a new Client",
+                         rg_error_name(&core->gpu, (rg_result)core->gpu_failure));
+    else if (core->dead)
+        status = rc_fail(error, "daemon_gone", "the relay daemon is gone");
+    else if (!room)
+        status = no_room(core, s, error);
+    if (!status) {
+        core->bytes_in_flight += s->bytes;
+        s->index = core->free_entries[--core->free_count];
+        s->generation = ++core->generations[s->index];
+        if (s->generation == 0) s->generation = ++core->generations[s->index];
+        s->references = 2;
+        s->next = core->live;
+        core->live = s;
     }
+    pthread_mutex_unlock(&core->queue);
+    if (status) return status;
     struct rr_transfer *shared = &core->transfers[s->index];
     rr_store_relaxed_u32(&shared->waiting, 0);
     rr_store_relaxed_u32(&shared->cancel, 0);

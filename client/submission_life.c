@@ -95,6 +95,7 @@ void rc_harvest(struct rc_submission *s)
     s->entry_released = 1;
     core->free_entries[core->free_count++] = s->index;
     core->bytes_in_flight -= s->bytes;
+    rc_wake_first(core);
     rc_leave_memory(s);
     unlink_live(s);
     release_locked(s);

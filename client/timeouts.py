@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from railrelay.client.errors import ArgumentError, ErrorCode
@@ -24,4 +25,4 @@ def seconds(timeout: float, *, above_zero: bool = False) -> float:
 
 def nanoseconds(timeout: float | None) -> int:
     """For the C part, of a wait that may be without a limit: None, -1 there."""
-    return -1 if timeout is None else round(seconds(timeout) * 1e9)
+    return -1 if timeout is None else math.ceil(seconds(timeout) * 1e9)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from helpers import memory
 from helpers.nodes import Nodes
 from helpers.raw_client import RawClient, Refused
+from helpers.waiting import until
 
 from railrelay.client import ErrorCode, RegionError, Transfer
 
@@ -91,3 +94,30 @@ def test_bytes_in_flight_are_waited_for_and_a_larger_transfer_goes_alone(nodes: 
             one.wait(30)
         write(2 * MIB).wait(30)
         assert (link.destination.array == 5).all()
+
+
+def test_who_needs_room_for_much_does_not_wait_behind_those_who_came_later_for_little(nodes: Nodes) -> None:
+    prefill, decode = nodes.pair(
+        limits={"bytes_per_client": "2MiB"}, timeouts={"peer_s": 30, "settle_s": 20, "fence_s": 20}
+    )
+    with prefill.connect(0) as sender, decode.connect(0) as receiver, ThreadPoolExecutor(8) as threads:
+        link = memory.link(sender, receiver, 4 * MIB)
+
+        def write(nbytes: int, timeout: float = 60.0) -> Transfer:
+            return sender.write(link.remote, [link.source.address], [link.remote.address], nbytes, timeout=timeout)
+
+        def waits_behind() -> bool:
+            try:
+                write(1, 0.2)
+            except RegionError as refused:
+                return "limits.bytes_per_client" in refused.text
+            return False
+
+        with decode.paused():
+            small = write(MIB)
+            large = threads.submit(write, 4 * MIB)
+            until(waits_behind, "what would have room beside the first waits for the second")
+            others = [threads.submit(write, MIB) for _ in range(6)]
+            assert not large.done()
+        for transfer in (small, large.result(30), *(other.result(30) for other in others)):
+            transfer.wait(30)
