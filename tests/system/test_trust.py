@@ -657,6 +657,7 @@ def test_a_region_that_is_offered_to_one_peer_opens_for_no_other(nodes: Nodes, k
         stranger.open(to_one.offer(to=other.session))
         late = to_one.offer(to="127.0.0.1:1")
         to_one.close()
+        until(lambda: not remote.peer.has_open(remote), "the sender hears of it")
         for client, gone in ((sender, offer), (stranger, late)):
             with pytest.raises(RegionError, match="offers no such region"):
                 client.open(gone)
