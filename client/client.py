@@ -26,6 +26,7 @@ from railrelay.client.errors import (
     RelayError,
     Result,
     WaitTimeout,
+    error,
 )
 from railrelay.client.gpu_memory import GpuOptions
 from railrelay.client.layout import PageLayout
@@ -307,7 +308,10 @@ class Client:
                 return Transfer(
                     submission, attachment.connection, attachment.completions, cast(int, tag), remote.peer.session
                 )
-            except (core.SubmitError, TypeError, ValueError, OverflowError):
+            except core.SubmitError as failure:
+                if failure.code == ErrorCode.LIMIT:  # it has waited for as long as it may
+                    raise error(failure.code, str(failure)) from None
+            except (TypeError, ValueError, OverflowError):
                 pass  # below is the way that says what is wrong, or leases the lane first
         peer, within = self._target(target)
         return peer.write(

@@ -121,3 +121,29 @@ def test_who_needs_room_for_much_does_not_wait_behind_those_who_came_later_for_l
             assert not large.done()
         for transfer in (small, large.result(30), *(other.result(30) for other in others)):
             transfer.wait(30)
+
+
+def test_who_waits_for_room_waits_for_its_time_out_once(nodes: Nodes) -> None:
+    times = {"peer_s": 30, "connect_s": 30, "settle_s": 20, "fence_s": 20}
+    prefill, decode = nodes.pair(limits={"bytes_per_client": "1MiB"}, timeouts=times)
+    with prefill.connect(0) as sender, decode.connect(0) as receiver, ThreadPoolExecutor(2) as threads:
+        link = memory.link(sender, receiver, MIB)
+        ends: list[str] = []
+
+        def is_refused(name: str, source: object, destination: object, timeout: float) -> None:
+            with pytest.raises(RegionError, match=r"within the time-out; .*limits\.bytes_per_client"):
+                sender.write(link.remote, source, destination, MIB, timeout=timeout)  # type: ignore[arg-type]
+            ends.append(name)
+
+        source, destination = [link.source.address], [link.remote.address]
+        with decode.paused():
+            transfer = sender.write(link.remote, source, destination, MIB)
+            arrays = np.array(source, np.uint64), np.array(destination, np.uint64)
+            waits = [
+                threads.submit(is_refused, "arrays", *arrays, 1.5),
+                threads.submit(is_refused, "lists", source, destination, 2.5),
+            ]
+            for wait in waits:
+                wait.result(30)
+            assert ends == ["arrays", "lists"]
+        transfer.wait(30)
