@@ -4,10 +4,12 @@ changed, and until when the certificates in them are valid. Main thread only."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import ssl
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -19,6 +21,7 @@ from railrelay.daemon.config import ConfigError, Security
 from railrelay.daemon.node_state import Report
 
 LOOK_S: Final = 3600.0
+_AGAIN_S: Final = 1.0  # after a failure, which need not be the files': there may have been no descriptor
 SOON: Final = timedelta(days=7)
 _OPTIONS: Final = ("tls_certificate", "tls_key", "tls_ca")
 _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
@@ -37,6 +40,7 @@ class Tls:
         self._security = security
         self._report = report
         self._seen = _stamps(security)
+        self._again_at_s = math.inf
         self._accepting, self._connecting = accepting_context(security), connecting_context(security)
 
     def accepting(self) -> ssl.SSLContext | None:
@@ -57,16 +61,17 @@ class Tls:
                 self._report(ErrorCode.UNAUTHENTICATED, f"{end}; {end.todo}", key=f"{end.option}: {end.path}: expires")
 
     def _renew(self) -> None:
-        seen = _stamps(self._security)
-        if seen == self._seen:
+        seen, now_s = _stamps(self._security), time.monotonic()
+        if seen == self._seen and now_s < self._again_at_s:
             return
-        self._seen = seen
+        self._seen, self._again_at_s = seen, now_s + _AGAIN_S
         try:
             made = accepting_context(self._security), connecting_context(self._security)
         except ConfigError as failure:
             text = f"{failure}; TLS goes on with what was read before"
             self._report(ErrorCode.UNAUTHENTICATED, text, key=text)
             return
+        self._again_at_s = math.inf
         self._accepting, self._connecting = made
         log.info("TLS: certificate, key and CA were read again%s", "".join(f"; {end}" for end in ends(self._security)))
 
@@ -166,7 +171,8 @@ def _ends(security: Security) -> Iterator[End]:
         if not os.path.isfile(path):  # a FIFO would keep whoever reads it
             continue
         try:
-            found = [_not_after(ssl.PEM_cert_to_DER_cert(one)) for one in _CERTIFICATE.findall(Path(path).read_text())]
+            pem = Path(path).read_text("latin-1")  # of any encoding, outside of certificates
+            found = [_not_after(ssl.PEM_cert_to_DER_cert(one)) for one in _CERTIFICATE.findall(pem)]
         except (OSError, ValueError, IndexError):  # whoever makes a context of it says what is wrong
             continue
         if found:

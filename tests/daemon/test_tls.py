@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
 import ssl
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from helpers.certificates import YEAR, Authority
+from helpers.waiting import until
 
+from railrelay.client.errors import ErrorCode
 from railrelay.daemon import tls
 from railrelay.daemon.config import ConfigError, Security
 
@@ -52,6 +56,37 @@ def test_nobody_waits_for_a_file_that_is_none(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=rf"^security\.{option}: .*/fifo: not a regular file"):
             tls.accepting_context(security)
         tls.ends(security)
+
+
+def test_files_that_could_not_be_read_are_read_once_they_can_be(tmp_path: Path) -> None:
+    authority = Authority.make(tmp_path / "authority")
+    own, new = authority.section("node"), authority.section("node")
+    reports: list[tuple[str, str]] = []
+
+    def report(_: ErrorCode, text: str, *, key: str = "") -> None:
+        reports.append((text, key))
+
+    read = tls.Tls(Security(**own), report)  # type: ignore[arg-type]
+    before = read.accepting()
+    for option in ("tls_certificate", "tls_key"):
+        shutil.copy2(str(new[option]), str(own[option]))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert read.accepting() is before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert ["Too many open files" in text for text, _ in reports] == [True]
+    until(lambda: read.accepting() is not before, "they are read")
+    assert read.accepting() is read.accepting()
+
+
+def test_what_stands_beside_certificates_in_a_file_does_not_matter(tmp_path: Path) -> None:
+    own = Authority.make(tmp_path / "authority").section("node")
+    path = Path(str(own["tls_certificate"]))
+    expected = ends(own)
+    path.write_bytes("# Schlüssel\n".encode("latin-1") + path.read_bytes())
+    assert ends(own) == expected
 
 
 def test_what_is_no_certificate_has_no_end(tmp_path: Path) -> None:
