@@ -93,7 +93,9 @@ class ControlPort:
             why = _reason(failure)
             if tls is not None:
                 text = f"control connection of {link.address}: no TLS with a certificate of security.tls_ca: {why}"
-                self._report(ErrorCode.UNAUTHENTICATED, text, key=f"{link.address}: TLS: {why}")
+                # OpenSSL has a reason for each alert that a stranger may make up.
+                kind = "" if type(failure) is ssl.SSLError else why
+                self._report(ErrorCode.UNAUTHENTICATED, text, key=f"{link.address}: TLS: {kind}")
             link.close(why)
         except BaseException:
             accepted.close()

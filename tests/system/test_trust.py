@@ -519,6 +519,22 @@ def test_the_accepting_end_says_why_there_is_no_tls(nodes: Nodes, authority: Aut
         says(node, reason)
 
 
+def test_alerts_that_a_stranger_makes_up_share_a_record(nodes: Nodes, authority: Authority) -> None:
+    node = nodes.start(security=authority.section("127.0.0.1"))
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        authority.connecting("127.0.0.1").wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
+    hello = outgoing.read()
+    for alert in (40, 42, 47, 48, 80, 112):
+        with socket.create_connection(protocol.parse_session(node.session)) as stranger:
+            stranger.sendall(hello)
+            assert stranger.recv(65536)
+            stranger.sendall(bytes([21, 3, 3, 0, 2, 2, alert]))
+            while stranger.recv(65536):
+                pass
+    until(lambda: [error["count"] for error in node.errors()] == [6], "one record counts them all")
+
+
 def test_who_speaks_something_else_is_told_of_tls_in_the_log(nodes: Nodes, authority: Authority) -> None:
     node = nodes.start(security=authority.section("127.0.0.1"))
     host, port = protocol.parse_session(node.session)
