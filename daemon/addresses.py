@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import json
@@ -106,11 +105,11 @@ def of_machine(root: Path = ROOT) -> list[str]:
 
 
 def _is_here(family: int, address: str) -> bool:
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
-        except OSError as failure:
-            return failure.errno != errno.EADDRNOTAVAIL
+    except OSError as failure:
+        return failure.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     return True
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +102,19 @@ def test_a_machine_has_its_addresses_without_networks_broadcasts_and_link_local_
     sixth = ["fe8000000000000000fc00fffe000001 04 40 20 80 eth0", "fd000000000000000000000000000002 04 40 00 82 eth0"]
     tree.write("proc/net/if_inet6", "\n".join(sixth))
     assert addresses.of_machine(tree.root) == ["10.1.0.7", "127.0.0.1", "fd00::2"]
+
+
+def test_an_address_of_a_family_that_the_kernel_does_not_have_is_none_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with ipv6.disable=1, which takes a boot."""
+
+    class WithoutIPv6(socket.socket):
+        def __init__(self, family: int = -1, *rest: int) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *rest)
+
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    [wrong] = addresses.foreign(config.parse(f'{TRUSTED}[[rail]]\naddress = "2001:db8::1"\n'))
+    assert wrong.startswith('rail[0].address: "2001:db8::1" is no address of this machine')
