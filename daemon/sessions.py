@@ -451,6 +451,7 @@ class Sessions:
         export.users -= 1
         if export.users > 0:
             return protocol.PeerDone(message.id)
+        self._remove(export)  # here: who opens the region next, perhaps by the same packet, gets another handle
         return self._closed(session, export, message.id)
 
     async def _closed(self, session: Session, export: Export, number: int) -> Answer:
@@ -502,14 +503,18 @@ class Sessions:
     async def _withdraw(self, session: Session, export: Export) -> None:
         """The handle is free for another region only once the sender too has closed it, or its session has ended:
         frames on their way still carry it."""
+        await asyncio.shield(self._remove(export))
+        if export.users <= 0 and session.exports.pop(export.handle, None) is not None:
+            session.owed.pop(("gone", export.handle, 0), None)
+            self._handles.free(export.handle)
+
+    def _remove(self, export: Export) -> asyncio.Future[int]:
+        """Begins it, if it has not begun yet."""
         if export.removal is None:
             export.removal = self._ctx.commands.to_all(
                 lambda cookie: self._ctx.plane.remove_export(export.handle, cookie)
             )
-        await asyncio.shield(export.removal)
-        if export.users <= 0 and session.exports.pop(export.handle, None) is not None:
-            session.owed.pop(("gone", export.handle, 0), None)
-            self._handles.free(export.handle)
+        return export.removal
 
     # ---- rail connections and the fence ----
 

@@ -10,9 +10,20 @@ import pytest
 from helpers import memory, patterns, rail_devices
 from helpers.memory import Link
 from helpers.nodes import Node, Nodes
+from helpers.raw_peer import RawPeer
 from helpers.waiting import until
 
-from railrelay.client import ArgumentError, Client, HostEvent, RelayError, RemoteRegion, Transfer, WaitTimeout
+from railrelay.client import (
+    ArgumentError,
+    Client,
+    HostEvent,
+    RelayError,
+    RemoteRegion,
+    Transfer,
+    WaitTimeout,
+    protocol,
+)
+from railrelay.client.regions import decode_offer
 
 pytestmark = [pytest.mark.system, rail_devices.every_nic()]
 
@@ -108,3 +119,29 @@ def test_what_was_registered_before_at_the_same_address_is_never_reached_by_its_
             scene.sender.open(offer)
     begin(link, now, 2).wait(30)
     assert (array == link.source.array).all()
+
+
+def test_a_region_that_is_opened_as_soon_as_it_was_closed_may_be_written(scene: Scene) -> None:
+    link = scene.link()
+    remote, region = link.remote, link.destination.region
+    offers = region.offer(), region.offer(to=scene.sender.session)
+    for seed in range(50):
+        remote.close()
+        remote = scene.sender.open(offers[seed % 2])
+        send(link, remote, seed)
+    scene.has_open(1)
+
+
+def test_a_handle_that_its_sender_has_closed_is_not_given_out_again(nodes: Nodes) -> None:
+    node = nodes.start()
+    with node.connect(1) as receiver, RawPeer.dial(node.session) as peer:
+        peer.greet()
+        region = receiver.alloc(NBYTES)
+        capability = decode_offer(region.offer()).capability
+        first = peer.ask(protocol.PeerOpenRegion(peer.new_id(), capability), protocol.PeerRegion)
+        close = protocol.PeerCloseRegion(peer.new_id(), first.handle)
+        again = protocol.PeerOpenRegion(peer.new_id(), capability)
+        peer.stream.sendall(peer.packet(close) + peer.packet(again))
+        answers = [peer.receive() for _ in range(2)]
+        [second] = [answer for answer in answers if isinstance(answer, protocol.PeerRegion)]
+        assert (second.address, second.handle == first.handle) == (region.address, False)
