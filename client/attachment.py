@@ -306,6 +306,7 @@ class Attachment:
         self.completions = Completions(self.core)
         self.remotes = RemoteTable(self.core, self.connection, self)
         self.connection.on_event = self._event
+        self.connection.look = self.remotes.look
         self.connection.on_gone = self._gone
         self.connection.why_gone = self._gpu_failure
         return facts

@@ -27,6 +27,7 @@ from railrelay.shm_layout import faults
 LOCAL_TIMEOUT_S: Final = 30.0  # for requests that the local daemon answers alone
 _LONGEST_CONNECT_S: Final = 1e6  # sockets count in ms, in 32 bits
 _FDS_MAX: Final = 64
+_LOOK_MS: Final = 20
 _EXIT_S: Final = 0.2  # between the hang-up of an exiting daemon and its pidfd
 _UCRED: Final = struct.Struct("iII")
 
@@ -48,6 +49,7 @@ class Connection:
         """ConnectError."""
         self.on_event: Callable[[Event], None] = lambda _: None
         self.on_gone: Callable[[], None] = lambda: None
+        self.look: Callable[[], bool] = lambda: False  # on the control thread, after look_soon(); whether to look again
         self.why_gone: Callable[[], RelayError | None] = lambda: None  # if it was this process that ended the session
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -63,12 +65,12 @@ class Connection:
         self.daemon_pid: int = _UCRED.unpack(
             self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         )[0]
-        self.pidfd = self._stop = -1  # pidfd: of the daemon; -1 if it is of another pid namespace
+        self.pidfd = self._wake = -1  # pidfd: of the daemon; -1 if it is of another pid namespace
         self._thread = threading.Thread(target=self._receive_loop, name="railrelay-control", daemon=True)
         try:
             if self.daemon_pid:  # else the hang-up has to do
                 self.pidfd = os.pidfd_open(self.daemon_pid)
-            self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._thread.start()
         except (OSError, RuntimeError) as failure:  # the daemon has exited, or no descriptors or threads are left
             self._close_descriptors()
@@ -164,6 +166,10 @@ class Connection:
         with contextlib.suppress(RelayError):
             self._send(request)
 
+    def look_soon(self) -> None:
+        """Not while or after close() runs."""
+        os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
         """Ends the session. Idempotent; not on the control thread. In a forked child only its own copies are closed."""
         if os.getpid() == self._pid:
@@ -172,7 +178,7 @@ class Connection:
                     return
                 self._closed = True
                 self._gone = self._gone or RelayError(ErrorCode.CLOSED, "this Client is closed")
-            os.eventfd_write(self._stop, 1)
+            os.eventfd_write(self._wake, 1)
             self._thread.join()
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # a forked child may hold a copy: closing ours would not end it
@@ -184,7 +190,7 @@ class Connection:
 
     def _close_descriptors(self) -> None:
         self._socket.close()
-        close_all([fd for fd in (self._stop, self.pidfd) if fd >= 0])
+        close_all([fd for fd in (self._wake, self.pidfd) if fd >= 0])
 
     def _send(self, request: protocol.ClientRequest, fds: Sequence[int] = ()) -> None:
         try:
@@ -211,17 +217,22 @@ class Connection:
 
     def _receive_loop(self) -> None:
         poller = select.poll()
-        poller.register(self._stop, select.POLLIN)
+        poller.register(self._wake, select.POLLIN)
         poller.register(self._socket, select.POLLIN)
         if self.pidfd >= 0:
             poller.register(self.pidfd, select.POLLIN)
-        stopped = False
+        stopped = looks = False
         try:
             while not stopped:
-                ready = {fd for fd, _ in poller.poll()}
-                stopped = self._stop in ready
+                ready = {fd for fd, _ in poller.poll(_LOOK_MS if looks else None)}
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                    stopped, looks = self._closed, True
+                if looks and not stopped:
+                    looks = self.look()
                 # Replies that a dying daemon still sent come before the news of its death.
-                if not stopped and not (self._socket.fileno() in ready and self._receive()):
+                told = ready - {self._wake}
+                if told and not stopped and not (self._socket.fileno() in told and self._receive()):
                     break
         except Exception as failure:  # noqa: BLE001 - also of who is told of an event
             known = isinstance(failure, OSError | RelayError | msgspec.MsgspecError)

@@ -109,7 +109,7 @@ class RemoteTable:
             if _overlap(other, peer, opened):
                 self._closing[index] = other
                 del self._open[index]
-        self._end_closing()
+        self._end_closing_soon()
         if any(_overlap(other, peer, opened) for other in self._closing.values()):
             raise Busy(ErrorCode.BUSY, f"an earlier registration of {opened.address:#x} still has transfers")
 
@@ -151,7 +151,14 @@ class RemoteTable:
                 if not self._open[remote.index]:
                     del self._open[remote.index]
                     self._closing[remote.index] = remote
-            self._end_closing()
+            self._end_closing_soon()
+
+    def look(self) -> bool:
+        """Control thread: whether transfers still name regions that are closed."""
+        with self._lock:
+            if not self._ended:
+                self._end_closing()
+            return bool(self._closing) and not self._ended
 
     def gone(self, index: int) -> None:
         """Control thread: the peer withdrew the region."""
@@ -164,7 +171,7 @@ class RemoteTable:
                 return
             self._closing[index].withdrawn = True
             self._connection.tell(protocol.LetGo(self._connection.new_id(), [index]))
-            self._end_closing()
+            self._end_closing_soon()
 
     def let_go(self) -> None:
         """At the end of the session: unmaps every region of the same node, and tells the daemon."""
@@ -180,6 +187,12 @@ class RemoteTable:
         if self._core.unmap_remote(index):
             with contextlib.suppress(RelayError):  # a lost context has let go of its mappings by itself
                 self._gpu.close_remote(index)
+
+    def _end_closing_soon(self) -> None:
+        """Now, or when the transfers have ended."""
+        self._end_closing()
+        if self._closing:
+            self._connection.look_soon()
 
     def _end_closing(self) -> None:
         """An index is given back only when no transfer names it: the daemon may then use it for another region."""

@@ -121,6 +121,17 @@ def test_what_was_registered_before_at_the_same_address_is_never_reached_by_its_
     assert (array == link.source.array).all()
 
 
+def test_a_region_that_was_closed_beside_a_transfer_is_closed_there_when_that_has_ended(scene: Scene) -> None:
+    link = scene.link()
+    held = HostEvent()
+    transfer = begin(link, link.remote, 1, held)
+    link.remote.close()
+    scene.has_open(1)
+    held.set()
+    transfer.wait(30)
+    scene.has_open(0)
+
+
 def test_a_region_that_is_opened_as_soon_as_it_was_closed_may_be_written(scene: Scene) -> None:
     link = scene.link()
     remote, region = link.remote, link.destination.region
