@@ -116,6 +116,7 @@ class Session:
     told: dict[int, tuple[int, Link | None]] = field(default_factory=dict)  # client's row -> its serial, and where
     linger: asyncio.TimerHandle | None = None
     ended: bool = False
+    ending: asyncio.Task[None] | None = None  # until its regions are withdrawn
 
 
 class Sessions:
@@ -259,7 +260,7 @@ class Sessions:
                 raise RelayError(
                     ErrorCode.PEER_LOST, f"{self._ctx.session} does not know this session: it restarted or gave up"
                 )
-            if session.ended:
+            if session.ended and not _goes_on(session):
                 text = f"{self._ctx.session} has given this session up, and waits until nothing of it lands any more"
                 raise RelayError(ErrorCode.DRAINING, text)
             return session
@@ -362,7 +363,7 @@ class Sessions:
     def _end(self, session: Session, reason: str) -> None:
         if not session.ended:
             session.ended = True
-            self._ctx.spawn(self._finish(session, reason), f"end of the session of {session.name}")
+            session.ending = self._ctx.spawn(self._finish(session, reason), f"end of the session of {session.name}")
 
     async def _finish(self, session: Session, reason: str) -> None:
         faults.point("daemon.session.ending")
@@ -376,6 +377,10 @@ class Sessions:
         self._fence_all(session)
         if session.waiting:
             await asyncio.wait(list(session.waiting.values()))
+        while late := next((fenced for fenced in session.fenced.values() if fenced.unsettled), None):
+            late.news.clear()
+            await late.news.wait()
+        session.ending = None
         for export in list(session.exports.values()):
             export.users = 0
             await self._withdraw(session, export)
@@ -788,6 +793,16 @@ class Sessions:
                 session.linger.cancel()
             if session.link is not None:
                 session.link.close("the daemon ends")
+
+
+def _goes_on(session: Session) -> bool:
+    """If it was given up, but has only waited for what may land: one engine that stands still keeps nobody else from
+    the others of this node."""
+    if session.ending is None:
+        return False
+    session.ending.cancel()
+    session.ending, session.ended = None, False
+    return True
 
 
 def _origin(address: str) -> str:

@@ -456,6 +456,27 @@ def test_a_session_that_was_given_up_settles_nothing_that_may_still_land(nodes: 
         assert engine.ask("touched", name="target") == 0
 
 
+def test_a_session_that_was_given_up_keeps_nobody_from_engines_that_run(nodes: Nodes, engines: Engines) -> None:
+    times = {"peer_s": 1, "session_linger_s": 0.2, "settle_s": 1}
+    prefill, decode = nodes.start(timeouts=times), nodes.start(timeouts=times)
+    engine = engines.start(decode, rank=1)
+    offer = engine.ask("memory", name="target", nbytes=NBYTES, kind="private")
+    with prefill.connect(0) as sender, prefill.connect(1) as other, decode.connect(0) as receiver:
+        remote = sender.open(bytes.fromhex(offer))
+        source = memory.make(sender, NBYTES)
+        link = memory.link(other, receiver, NBYTES)
+        with engine.paused():
+            transfer = begin(sender, source, remote, 1)
+            with pytest.raises(WaitTimeout):
+                transfer.wait(0.5)
+            with prefill.paused():
+                until(lambda: "control connection ended" in decode.log, "the sender's silence is noticed")
+                time.sleep(2 * times["session_linger_s"])
+            begin(other, link.source, link.remote, 2).wait(20)
+            assert not transfer.done
+        transfer.wait(20)
+
+
 # ---- answers that come after the time-out ----
 
 
