@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,8 @@ class Engine:
     def __init__(self) -> None:
         self._client: Client | None = None
         self._threads = ThreadPoolExecutor(THREADS)
+        together = threading.Barrier(THREADS)
+        list(self._threads.map(lambda _: together.wait(), range(THREADS)))  # all start now: their number is looked at
         self._private = {what: np.zeros(0, np.uint8) for what in ("sources", "areas")}
         self._owners: list[Buffer | Region] = []
         self._areas: dict[str, list[Area]] = {}
