@@ -167,17 +167,22 @@ class Scene:
     def settle(self) -> None:
         """Clients of earlier inputs go, most of the sessions, and what they held."""
         deadline = time.monotonic() + 20
-        clients, sessions = self.conductor._clients, self.conductor._sessions
-        route = clients._local
-        while len(clients.by_row) > self._rows or len(sessions._by_index) > MOST_SESSIONS:
-            assert time.monotonic() < deadline, f"not gone: {clients.by_row} {sessions._by_index}"
+        route = self.conductor._clients._local
+        while left := self._left():
+            assert time.monotonic() < deadline, left
             for holder in list(route._holders.values()):
                 if holder.client.leaving:  # it holds what it opened until its process has ended, which is this one
                     self.loop.call_soon(route._drop, holder)
             self.loop.run_until_complete(asyncio.sleep(0.01))
+
+    def _left(self) -> str:
+        """What of earlier inputs is still there, and should go by itself."""
+        clients, sessions = self.conductor._clients.by_row, self.conductor._sessions._by_index
+        if len(clients) > self._rows or len(sessions) > MOST_SESSIONS:
+            return f"not gone: {clients} {sessions}"
         held = _descriptors()
         self._descriptors = self._descriptors or len(held) + 16
-        assert len(held) <= self._descriptors, f"{len(held)} descriptors are open: {held}"
+        return f"{len(held)} descriptors are open: {held}" if len(held) > self._descriptors else ""
 
     def close(self) -> None:
         self.on_thread(self.sender.close)
