@@ -455,7 +455,9 @@ class Client:
                 faults.point("client.reattach.connected")
                 self._register_again(attachment, refused_since_s)
             except Exception as failure:  # noqa: BLE001 - whatever it was, the next try may do
-                if attachment is not None:
+                if attachment is None:
+                    refused_since_s.clear()  # by a daemon that is not there any more
+                else:
                     attachment.end(Result.DAEMON_GONE)
                 text = f"attaching again: {type(failure).__name__}: {failure}"
                 reason = failure if isinstance(failure, RelayError) else ConnectError(ErrorCode.INTERNAL, text)
@@ -477,6 +479,7 @@ class Client:
         for region in list(self._regions):
             try:
                 region.register_again(attachment)
+                refused_since_s.pop(region, None)
             except (DaemonGone, ConnectError, WaitTimeout):
                 raise
             except RelayError as failure:

@@ -70,6 +70,8 @@ static int take_entry(struct rc_core *core, struct rc_submission *s, struct rc_e
     if (core->gpu_failure && core->dead)
         status = rc_fail(error, "gpu_error", "%s: a CUDA call of this client failed; find out why, then connect a new Client",
                          rg_error_name(&core->gpu, (rg_result)core->gpu_failure));
+    else if (core->dead == RR_CLIENT_GONE)
+        status = rc_fail(error, "closed", "this Client is closed");
     else if (core->dead)
         status = rc_fail(error, "daemon_gone", "the relay daemon is gone");
     else if (!room)

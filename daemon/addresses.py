@@ -55,9 +55,9 @@ def _foreign(config: Config) -> Iterator[str]:
 def unreachable(config: Config, root: Path = ROOT) -> str:
     """Why no other node could reach the control port although it could reach a rail; "" if there is no such rail."""
     outside = [
-        f"rail[{index}].address is {json.dumps(rail.address)}"
+        f"rail[{index}].address is {json.dumps(rail.address)}" if rail.address else f"rail[{index}] is an RDMA rail"
         for index, rail in enumerate(config.rail)
-        if rail.nic != "emulated" and rail.address and not _ip(rail.address).is_loopback
+        if rail.nic != "emulated" and not (rail.address and _ip(rail.address).is_loopback)
     ]
     if not outside or root != ROOT:
         return ""

@@ -84,6 +84,7 @@ def test_rails_of_this_machine_and_those_that_only_name_one_are_good() -> None:
     emulated = config.parse(f'[[rail]]\naddress = "{FOREIGN}"\nnic = "emulated"\n')
     assert addresses.foreign(emulated) == []
     assert addresses.unreachable(emulated) == addresses.unreachable(config.parse("")) == ""
+    assert "but rail[0] is an RDMA rail: for" in addresses.unreachable(config.parse('[[rail]]\nnic = "verbs"\n'))
 
 
 def test_of_many_addresses_the_first_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

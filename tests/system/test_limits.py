@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,7 +12,7 @@ from helpers.nodes import Nodes
 from helpers.raw_client import RawClient, Refused
 from helpers.waiting import until
 
-from railrelay.client import ErrorCode, RegionError, Transfer
+from railrelay.client import ErrorCode, RegionError, RelayError, Transfer
 
 pytestmark = pytest.mark.system
 
@@ -72,6 +73,15 @@ def test_a_region_for_which_there_is_no_address_space_is_a_lack_of_memory(nodes:
         other.alloc(MIB)
 
 
+def waits_behind(write: Callable[[int, float], Transfer]) -> bool:
+    """One byte, for which there is room."""
+    try:
+        write(1, 0.2)
+    except RegionError as refused:
+        return "limits.bytes_per_client" in refused.text
+    return False
+
+
 def test_bytes_in_flight_are_waited_for_and_a_larger_transfer_goes_alone(nodes: Nodes) -> None:
     prefill, decode = nodes.pair(
         limits={"bytes_per_client": "2MiB"}, timeouts={"peer_s": 30, "settle_s": 20, "fence_s": 20}
@@ -106,21 +116,33 @@ def test_who_needs_room_for_much_does_not_wait_behind_those_who_came_later_for_l
         def write(nbytes: int, timeout: float = 60.0) -> Transfer:
             return sender.write(link.remote, [link.source.address], [link.remote.address], nbytes, timeout=timeout)
 
-        def waits_behind() -> bool:
-            try:
-                write(1, 0.2)
-            except RegionError as refused:
-                return "limits.bytes_per_client" in refused.text
-            return False
-
         with decode.paused():
             small = write(MIB)
             large = threads.submit(write, 4 * MIB)
-            until(waits_behind, "what would have room beside the first waits for the second")
+            until(lambda: waits_behind(write), "what would have room beside the first waits for the second")
             others = [threads.submit(write, MIB) for _ in range(6)]
             assert not large.done()
         for transfer in (small, large.result(30), *(other.result(30) for other in others)):
             transfer.wait(30)
+
+
+def test_who_waits_for_room_hears_that_the_client_was_closed(nodes: Nodes) -> None:
+    times = {"peer_s": 30, "settle_s": 20, "fence_s": 20}
+    prefill, decode = nodes.pair(limits={"bytes_per_client": "2MiB"}, timeouts=times)
+    with prefill.connect(0) as sender, decode.connect(0) as receiver, ThreadPoolExecutor(1) as threads:
+        link = memory.link(sender, receiver, 4 * MIB)
+
+        def write(nbytes: int, timeout: float = 60.0) -> Transfer:
+            return sender.write(link.remote, [link.source.address], [link.remote.address], nbytes, timeout=timeout)
+
+        with decode.paused():
+            write(MIB)
+            waits = threads.submit(write, 4 * MIB)
+            until(lambda: waits_behind(write), "what would have room waits for who came before")
+            sender.close()
+            with pytest.raises(RelayError) as closed:
+                waits.result(30)
+            assert closed.value.code is ErrorCode.CLOSED
 
 
 def test_who_waits_for_room_waits_for_its_time_out_once(nodes: Nodes) -> None:
