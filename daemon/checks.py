@@ -4,6 +4,7 @@ A check that has nothing to look at, such as the GID of a node without RDMA rail
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import re
@@ -14,8 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Final
-
-import uvloop
 
 from railrelay.client import cuda, protocol
 from railrelay.client.errors import ErrorCode, RelayError
@@ -301,7 +300,7 @@ def peer_mtu(node: Node) -> Finding:
     except (OSError, ValueError, RelayError, ConfigError) as failure:
         todo = "check that railrelayd of the same version runs there and that its control port is reachable"
         number = failure.errno if isinstance(failure, OSError) else None
-        seen = os.strerror(number) if number and number > 0 else failure  # loops have words of their own
+        seen = os.strerror(number) if number and number > 0 else failure  # asyncio has words of its own
         return Finding(FAIL, f"{node.peer}: {seen}", todo)
     ports = {index: one for index, one in enumerate(node.chosen[0]) if one is not None}
     own = dict(zip(map(node.config.identity, range(len(node.config.rail))), _own_mtus(node, ports), strict=True))
@@ -324,7 +323,7 @@ def _own_mtus(node: Node, ports: dict[int, VerbsPort]) -> list[int]:
 
 
 def _looked(session: str, security: Security) -> protocol.Looked:
-    return uvloop.run(_look(session, security))
+    return asyncio.run(_look(session, security))
 
 
 async def _look(session: str, security: Security) -> protocol.Looked:

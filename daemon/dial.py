@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
+import uvloop
 
 from railrelay.client import protocol
 from railrelay.client.errors import ErrorCode, RelayError
@@ -21,19 +22,20 @@ R = TypeVar("R", protocol.Welcome, protocol.Looked)
 
 
 async def connect(session: str, tls: ssl.SSLContext | None, new_link: Callable[[], Link], timeout_s: float) -> Link:
-    """On uvloop. OSError; RelayError UNAUTHENTICATED, PeerRefused if its certificate is not to be trusted."""
+    """OSError; RelayError UNAUTHENTICATED, PeerRefused if its certificate is not to be trusted."""
     host, port = protocol.parse_session(session)
     try:
         async with asyncio.timeout(timeout_s):
-            stream = await _stream(host, port)
+            stream, loop = await _stream(host, port), asyncio.get_running_loop()
             try:
-                _, link = await asyncio.get_running_loop().create_connection(
+                _, link = await loop.create_connection(
                     new_link, sock=stream, ssl=tls, server_hostname=host if tls is not None else None
                 )
             finally:
-                # uvloop owns the descriptor, and if the other end was quick it has closed it without telling the
+                # The loop owns the descriptor, and if the other end was quick it has closed it without telling the
                 # socket, which would close somebody else's later.
-                stream.detach()
+                if isinstance(loop, uvloop.Loop):
+                    stream.detach()
     except ssl.SSLCertVerificationError as failure:
         raise PeerRefused(ErrorCode.UNAUTHENTICATED, f"its certificate: {failure.verify_message}") from None
     except ssl.SSLError as failure:
