@@ -109,7 +109,12 @@ class EngineProcess:
     def state(self, transfer: str) -> dict[str, Any]:
         found = self._transfers[transfer]
         result = found.result
-        return {"done": found.done, "settled": found.settled, "result": result and result.name, "bytes": found.bytes}
+        return {
+            "done": found.done,
+            "settled": found.settled,
+            "result": result.name if result is not None else None,
+            "bytes": found.bytes,
+        }
 
     def counters(self) -> dict[str, int]:
         return self.client.counters()
