@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from helpers import memory, patterns, rail_devices, slow_memory, sockets
-from helpers.engines import Engines
+from helpers.engines import Engine, Engines
 from helpers.memory import Kind, Link, Memory
 from helpers.nodes import Node, Nodes
 from helpers.waiting import until
@@ -432,22 +432,34 @@ def test_what_a_daemon_left_in_bounce_memory_is_not_placed_after_its_end(
     assert engine.ask("touched", name="target") == 0
 
 
-def test_a_session_that_was_given_up_settles_nothing_that_may_still_land(nodes: Nodes, engines: Engines) -> None:
-    times = {"peer_s": 1, "session_linger_s": 0.2, "settle_s": 1}
+LINGER_S = 0.2
+
+
+def impatient(nodes: Nodes, engines: Engines) -> tuple[Node, Node, Engine, bytes]:
+    """A prefill and a decode node that soon give sessions up; an engine with private memory, and the offer of it."""
+    times = {"peer_s": 1, "session_linger_s": LINGER_S, "settle_s": 1}
     prefill, decode = nodes.start(timeouts=times), nodes.start(timeouts=times)
     engine = engines.start(decode, rank=1)
-    offer = engine.ask("memory", name="target", nbytes=NBYTES, kind="private")
+    return prefill, decode, engine, bytes.fromhex(engine.ask("memory", name="target", nbytes=NBYTES, kind="private"))
+
+
+def is_given_up(sender: Node, by: Node) -> None:
+    with sender.paused():
+        until(lambda: "control connection ended" in by.log, "the sender's silence is noticed")
+        time.sleep(2 * LINGER_S)
+
+
+def test_a_session_that_was_given_up_settles_nothing_that_may_still_land(nodes: Nodes, engines: Engines) -> None:
+    prefill, decode, engine, offer = impatient(nodes, engines)
     with prefill.connect() as sender:
-        remote = sender.open(bytes.fromhex(offer))
+        remote = sender.open(offer)
         source = memory.make(sender, NBYTES)
         source.array[:] = patterns.content(NBYTES, 1)
         with engine.paused():
             transfer = begin(sender, source, remote, 1)
             with pytest.raises(WaitTimeout):  # its frames lie there
                 transfer.wait(0.5)
-            with prefill.paused():
-                until(lambda: "control connection ended" in decode.log, "the sender's silence is noticed")
-                time.sleep(2 * times["session_linger_s"])
+            is_given_up(prefill, decode)
             with pytest.raises(Unsettled):
                 transfer.wait_settled(3.0)
         until(lambda: transfer.settled, "the transfer settles once the engine has emptied its memory")
@@ -457,21 +469,16 @@ def test_a_session_that_was_given_up_settles_nothing_that_may_still_land(nodes: 
 
 
 def test_a_session_that_was_given_up_keeps_nobody_from_engines_that_run(nodes: Nodes, engines: Engines) -> None:
-    times = {"peer_s": 1, "session_linger_s": 0.2, "settle_s": 1}
-    prefill, decode = nodes.start(timeouts=times), nodes.start(timeouts=times)
-    engine = engines.start(decode, rank=1)
-    offer = engine.ask("memory", name="target", nbytes=NBYTES, kind="private")
+    prefill, decode, engine, offer = impatient(nodes, engines)
     with prefill.connect(0) as sender, prefill.connect(1) as other, decode.connect(0) as receiver:
-        remote = sender.open(bytes.fromhex(offer))
+        remote = sender.open(offer)
         source = memory.make(sender, NBYTES)
         link = memory.link(other, receiver, NBYTES)
         with engine.paused():
             transfer = begin(sender, source, remote, 1)
             with pytest.raises(WaitTimeout):
                 transfer.wait(0.5)
-            with prefill.paused():
-                until(lambda: "control connection ended" in decode.log, "the sender's silence is noticed")
-                time.sleep(2 * times["session_linger_s"])
+            is_given_up(prefill, decode)
             begin(other, link.source, link.remote, 2).wait(20)
             assert not transfer.done
         transfer.wait(20)
